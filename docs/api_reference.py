@@ -19,8 +19,8 @@ from spmdrl.cli.help import comments_in
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 92  # columns of a signature
 PROGRAMS = (
-    "launch", "ppo", "sft", "reward_model", "evaluate", "export", "translate", "timeline",
-    "view/__main__",
+    "launch", "ppo", "sft", "preference", "reward_model", "evaluate", "export", "translate",
+    "timeline", "view/__main__",
 )  # fmt: skip
 
 
@@ -36,8 +36,12 @@ API = (
     Section(
         "Config files",
         "A config file defines `config`, one of these values. Their fields have pages of their "
-        "own: [PpoConfig](ppo.md), [SftConfig](sft.md), [RewardTrainingConfig](reward_model.md).",
-        {"spmdrl.config": "PpoConfig SftConfig RewardTrainingConfig ConfigError"},
+        "own: [PpoConfig](ppo.md), [SftConfig](sft.md), "
+        "[PreferenceTrainingConfig](preference.md), [RewardTrainingConfig](reward_model.md).",
+        {
+            "spmdrl.config": "PpoConfig SftConfig PreferenceTrainingConfig RewardTrainingConfig "
+            "ConfigError"
+        },
     ),
     Section(
         "A sampler of your own",
@@ -51,13 +55,15 @@ API = (
     ),
     Section(
         "Losses and estimators of your own",
-        "A function in `algo.policy_loss`, `algo.advantage`, `algo.aggregation` or "
-        "`algo.kl_estimator`. [custom_functions.md](../custom_functions.md) has an example of "
-        "each.",
+        "A function in `algo.policy_loss`, `algo.advantage`, `algo.aggregation`, "
+        "`algo.kl_estimator` or `preference.loss`. [custom_functions.md](../custom_functions.md) "
+        "and [preference.md](../preference.md) have examples.",
         {
             "spmdrl.algo.losses": "PolicyLoss advantages_of ratio_of sequence_mean trained_mask",
             "spmdrl.algo.advantages": "Estimator Outcomes Tokens centred group_sum reinforce",
-            "spmdrl.algo.options": "Positive AboveOne BelowOne UnitInterval Fraction",
+            "spmdrl.algo.preference_losses": "PreferenceLoss Pairs LabelledAnswers",
+            "spmdrl.algo.options": "Positive NotNegative AboveOne BelowOne BelowHalf UnitInterval "
+            "Fraction",
         },
     ),
     Section(

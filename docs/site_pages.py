@@ -15,10 +15,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from spmdrl.cli.help import config_lines
-from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig
+from spmdrl.config import PpoConfig, PreferenceTrainingConfig, RewardTrainingConfig, SftConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCES = {"ppo": PpoConfig, "sft": SftConfig, "reward_model": RewardTrainingConfig}
+REFERENCES = {"ppo": PpoConfig, "sft": SftConfig, "preference": PreferenceTrainingConfig,
+              "reward_model": RewardTrainingConfig}  # fmt: skip
 SOURCES = "https://github.com/spmdrl/spmdrl/blob/main/"
 
 

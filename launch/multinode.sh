@@ -6,7 +6,7 @@
 # NODES is how many machines there are, HEAD one that all of them reach (port 29400 by default).
 # The run folder must be on a file system that all share. Settings, from the environment:
 #   RANKS_PER_NODE  default: one per GPU
-#   SPMDRL_PROGRAM  what runs, default spmdrl.ppo; spmdrl.sft, spmdrl.reward_model
+#   SPMDRL_PROGRAM  what runs, default spmdrl.ppo; spmdrl.sft, spmdrl.preference, spmdrl.reward_model
 #   MAX_RESTARTS    failures of ranks after which all ranks are started again, default 0
 #   GRACE_S         seconds a step and its checkpoint may take after SIGTERM or Ctrl-C, default 25
 #   LOG_DIR         for a file per rank and stream in LOG_DIR/<host>/; default: none

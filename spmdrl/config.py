@@ -1,8 +1,8 @@
 """A run is a value: frozen dataclasses, functions as field values.
 
-A config file is a Python file that defines `config`: a `PpoConfig`, an `SftConfig` or a
-`RewardTrainingConfig`. Nothing here imports torch, so that a wrong key costs a fraction of a
-second, and reward workers stay small.
+A config file is a Python file that defines `config`: a `PpoConfig`, an `SftConfig`, a
+`PreferenceTrainingConfig` or a `RewardTrainingConfig`. Nothing here imports torch, so that a wrong
+key costs a fraction of a second, and reward workers stay small.
 """
 
 from __future__ import annotations
@@ -570,7 +570,7 @@ REPLACED = {"tensorboard": "trackers", "wandb": "trackers and project"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Holds what every run has; PpoConfig, SftConfig and RewardTrainingConfig add their own."""
+    """Holds what every run has; the configs of the programs add their own."""
 
     # a folder; or a model of a hub: "Qwen/Qwen3-0.6B", with @revision, or "modelscope:owner/name".
     # So is every other model of a config, and an adapter. docs/hubs.md
@@ -716,9 +716,55 @@ class PreferenceDataConfig:
     append_eos: bool | None = None
 
 
+@dataclass(frozen=True)
+class AnswerDataConfig:
+    """Rows with answers to prompts that the policy is to prefer, or to avoid.
+
+    A pair: a prompt, a better and a worse answer. A labelled answer: a prompt, an answer, and
+    whether it is desirable. docs/preference.md
+    """
+
+    # files, or data of a hub as in DataConfig
+    train: str | tuple[str, ...]
+    eval: str | tuple[str, ...] | None = None
+    # what both answers are to; dotted keys reach into structs. None: not read; the answers are then
+    # whole chats that differ in their last turn alone
+    prompt_key: str | None = "prompt"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    completion_key: str = "completion"  # of a labelled answer
+    label_key: str = "label"  # of a labelled answer: true, if it is desirable
+    batch_size: int = 64  # pairs; of a loss of labelled answers: answers
+    max_tokens: int = 2048  # of a prompt with an answer; rows with a longer one are left out
+    shuffle: bool = True
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
+    # names of control tokens in the text of a chat: made ordinary text, refused, or obeyed
+    control_tokens: Literal["escape", "error", "keep"] = "escape"
+    # images are scaled to have so many pixels; None: what the model's image processor says
+    image_min_pixels: int | None = None
+    image_max_pixels: int | None = None
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """The loss of preference optimisation. Formulas and sources: docs/preference.md."""
+
+    # by a name of spmdrl/algo/preference_losses.py: dpo, ipo, kto, orpo, simpo, cpo; or your own
+    # function
+    loss: str | Callable[..., Any] = "dpo"
+    # options of this loss, by the names of its parameters: {"beta": 0.05} for dpo
+    loss_args: Mapping[str, Any] = field(default_factory=dict)
+    # LD-DPO: tokens of an answer behind the length of the pair's shorter one count so much in its
+    # log-probability; None: as all others
+    ld_alpha: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(RunConfig):
-    """Holds what fine-tuning and reward models have, which learn from rows as they stand."""
+    """Holds what the programs have that learn from rows as they stand: fine-tuning, preference
+    optimisation, reward models.
+    """
 
     out: str = field(kw_only=False)  # folder for the trained model, in Hugging Face format
     # of the weights in `out`, which are trained in float32; None: that of `model`
@@ -734,6 +780,19 @@ class SftConfig(SupervisedConfig):
 
     data: SftDataConfig = field(kw_only=False)
     run_dir: str = "runs/sft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceTrainingConfig(SupervisedConfig):
+    """Preference optimisation: DPO and its relatives, on answers of a data set.
+
+    model: the policy to train, and as it is at the start the reference.
+    """
+
+    data: AnswerDataConfig = field(kw_only=False)
+    run_dir: str = "runs/preference"
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    actor: TrainConfig = field(default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-6)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import fire
 
-from spmdrl.cli.arguments import read_arguments
 from spmdrl.cli.help import asks_for_help
-from spmdrl.config import ConfigError, RewardTrainingConfig
-from spmdrl.distributed.env import before_torch, without_garbage_collection
-from spmdrl.distributed.exit import GUARD, exit_config
-from spmdrl.distributed.output import keep_output
-from spmdrl.distributed.progress import LIBRARIES, PROGRESS
+from spmdrl.config import RewardTrainingConfig
+from spmdrl.training.supervised_program import run_program
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,34 +41,15 @@ def main(
         gpu_gib: with --dry-run, plan for GPUs with so many GiB instead of those that are here
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-5
     """
-    if asks_for_help(overrides, main, RewardTrainingConfig):
-        return
-    GUARD.install()
-    keep_output()
-    PROGRESS.start(f"reading {config}")
-    try:
-        value, dry = read_arguments(
-            RewardTrainingConfig, config, dry_run, ranks, show_config, gpu_gib, overrides
-        )
-    except ConfigError as error:
-        exit_config(error)
-    PROGRESS.now(LIBRARIES)
-    before_torch()
-    with without_garbage_collection():
-        from spmdrl.distributed.process import notes_last
-        from spmdrl.training.checks.supervised import check_reward_training
-        from spmdrl.training.fetch import fetch
-        from spmdrl.training.runtime import started
-        from spmdrl.training.supervised import show_plan, train
+    if not asks_for_help(overrides, main, RewardTrainingConfig):
+        arguments = config, dry_run, ranks, show_config, gpu_gib, overrides
+        run_program(RewardTrainingConfig, arguments, check, task)
 
-    with started(value) as runtime, notes_last(dry.run):
-        world = dry.ranks or runtime.topology.world
-        value = fetch(value, runtime.phases, "none" if dry.run else "all")
-        check_reward_training(value, world)
-        if dry.run:
-            show_plan(task(value), value, runtime, dry)
-        else:
-            train(task(value), value, runtime)
+
+def check(config: RewardTrainingConfig, world: int) -> None:
+    from spmdrl.training.checks.supervised import check_reward_training
+
+    check_reward_training(config, world)
 
 
 def task(config: RewardTrainingConfig) -> Task:
@@ -80,7 +57,7 @@ def task(config: RewardTrainingConfig) -> Task:
     from spmdrl.data.preferences import PreferenceDataset
     from spmdrl.hub.hf_folder import load_hf_config
     from spmdrl.training.logs.curves import ACCURACY
-    from spmdrl.training.supervised import Task
+    from spmdrl.training.supervised import Task, over_tokens
 
     padding = load_hf_config(config.model).get_text_config().pad_token_id
     return Task(
@@ -88,8 +65,10 @@ def task(config: RewardTrainingConfig) -> Task:
         load=partial(
             PreferenceDataset.load, pad_token_id=padding, append_eos=eos_is_appended(config)
         ),
-        loss_fn=partial(pair_loss, center_coef=config.center_coef),
-        measure=partial(measure, center_coef=config.center_coef),
+        objective=partial(
+            over_tokens, partial(pair_loss, center_coef=config.center_coef),
+            partial(measure, center_coef=config.center_coef),
+        ),
         summary=dict, notes={"append_eos": eos_is_appended(config)},
         shown=("reward_model/loss", "reward_model/accuracy"), curve=ACCURACY,
         row_sequences=2,

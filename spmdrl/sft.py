@@ -9,17 +9,14 @@ resumes as python -m spmdrl.ppo does.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import fire
 
-from spmdrl.cli.arguments import read_arguments
 from spmdrl.cli.help import asks_for_help
-from spmdrl.config import ConfigError, SftConfig
-from spmdrl.distributed.env import before_torch, without_garbage_collection
-from spmdrl.distributed.exit import GUARD, exit_config
-from spmdrl.distributed.output import keep_output
-from spmdrl.distributed.progress import LIBRARIES, PROGRESS
+from spmdrl.config import SftConfig
+from spmdrl.training.supervised_program import run_program
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,47 +41,27 @@ def main(
         gpu_gib: with --dry-run, plan for GPUs with so many GiB instead of those that are here
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-5
     """
-    if asks_for_help(overrides, main, SftConfig):
-        return
-    GUARD.install()
-    keep_output()
-    PROGRESS.start(f"reading {config}")
-    try:
-        value, dry = read_arguments(
-            SftConfig, config, dry_run, ranks, show_config, gpu_gib, overrides
-        )
-    except ConfigError as error:
-        exit_config(error)
-    PROGRESS.now(LIBRARIES)
-    before_torch()
-    with without_garbage_collection():
-        from spmdrl.distributed.process import notes_last
-        from spmdrl.training.checks.supervised import (
-            check_sft,  # torch comes in here, see spmdrl/ppo.py
-        )
-        from spmdrl.training.fetch import fetch
-        from spmdrl.training.runtime import started
-        from spmdrl.training.supervised import show_plan, train
-
-    with started(value) as runtime, notes_last(dry.run):
-        world = dry.ranks or runtime.topology.world
-        value = fetch(value, runtime.phases, "none" if dry.run else "all")
-        check_sft(value, world)
-        if dry.run:
-            show_plan(task(), value, runtime, dry)
-        else:
-            train(task(), value, runtime)
+    if not asks_for_help(overrides, main, SftConfig):
+        arguments = config, dry_run, ranks, show_config, gpu_gib, overrides
+        run_program(SftConfig, arguments, check, task)
 
 
-def task() -> Task:
+def check(config: SftConfig, world: int) -> None:
+    from spmdrl.training.checks.supervised import check_sft
+
+    check_sft(config, world)
+
+
+def task(config: SftConfig) -> Task:
     from spmdrl.data.sft import SftDataset
     from spmdrl.training.logs.curves import LOSS
-    from spmdrl.training.supervised import Task
+    from spmdrl.training.supervised import Task, over_tokens
 
     return Task(
-        name="sft", kind="policy", load=SftDataset.load, loss_fn=cross_entropy,
-        measure=negative_logprobs, summary=with_perplexity, shown=("sft/loss", "sft/grad_norm"),
-        curve=LOSS, row_sequences=1,
+        name="sft", kind="policy", load=SftDataset.load,
+        objective=partial(over_tokens, cross_entropy, negative_logprobs),
+        summary=with_perplexity, shown=("sft/loss", "sft/grad_norm"), curve=LOSS,
+        row_sequences=1,
     )  # fmt: skip
 
 

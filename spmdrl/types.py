@@ -187,6 +187,8 @@ class Batch:
     old_entropy: Tensor | None = None  # (num_tokens,) float32, nats
     pi_squared: Tensor | None = None  # (num_tokens,) float32, sum over the vocabulary
     ref_logprobs: Tensor | None = None  # (num_tokens,) float32
+    # (num_seqs,) float64: the reference's log-probability of each answer, the sum over its tokens
+    ref_sums: Tensor | None = None
     prm_logprobs: Tensor | None = None  # (num_tokens,) float32, of the process reward model
     values: Tensor | None = None  # (num_tokens,) float32
     advantages: Tensor | None = None  # (num_tokens,) float32
@@ -256,6 +258,7 @@ class PolicyStats(NamedTuple):
 
 SEQ_FIELDS = frozenset({
     "groups", "indices", "prompts", "rewards", "valid", "greedy_rewards", "reward_components",
+    "ref_sums",
 })  # fmt: skip
 TOKEN_FIELDS = frozenset(f.name for f in fields(Batch)) - SEQ_FIELDS - {"cu_seqlens"}
 

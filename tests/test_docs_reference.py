@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from metric_pages import DOCS, PAGES, metric_rows, without_a_row
 
-from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig
+from spmdrl.config import PpoConfig, PreferenceTrainingConfig, RewardTrainingConfig, SftConfig
 from spmdrl.distributed.progress import WORDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,14 +109,22 @@ def by_role() -> dict[str, set[str]]:
     objectives, pair = "algo/objectives.py", keys_of("algo/preference.py", "pair_terms")
     parts = ("policy_objective", "rollout_difference", "tokens_above_cut", "near_policy")
     around = keys_of(objectives, *parts)
+    answers = answer_terms()
     return {
         "actor": every | mtp | around | keys_of("algo/losses.py") | {"<>"},
         "critic": every | keys_of(objectives, "value_objective"),
         "prm": every | keys_of(objectives, "prm_objective"),
         "sft": every | mtp | keys_of("sft.py", "cross_entropy"),
+        "preference": every | answers | {"entropy", "<>"},
         "reward_model": every | pair,
-        "eval": keys_of("sft.py", "with_perplexity") | pair | of_evaluation(),
+        "eval": keys_of("sft.py", "with_perplexity") | pair | answers | of_evaluation(),
     }
+
+
+def answer_terms() -> set[str]:
+    """What preference losses say of answers."""
+    terms = keys_of("algo/preference_terms.py", "pair_terms", "labelled_terms")
+    return (terms | keys_of("algo/preference_losses.py")) - {"rewards"}
 
 
 def of_evaluation() -> set[str]:
@@ -136,6 +144,7 @@ def metrics_of_the_code() -> set[str]:
     kinds: dict[str, set[str]] = {
         "<>/<>": set(),  # of supervised learning, and of data sources: below
         "<>/skipped_updates": set(),
+        **{name: set() for name in answer_terms()},  # of the role preference, and of evaluations
         **{
             f"<>/{name}": {"<>"}  # by data source
             for name in (
@@ -159,7 +168,7 @@ def metrics_of_the_code() -> set[str]:
             found |= {name.replace("<>", one) for one in kinds[name]}
         else:
             found.add(name)
-    for program in ("sft", "reward_model"):
+    for program in ("sft", "preference", "reward_model"):
         found |= {f"{program}/{name}" for name in roles[program]}
     return found
 
@@ -252,8 +261,12 @@ def test_the_reference_says_what_each_name_and_method_is(reference: Any) -> None
 
 # ---- fields and metrics that pages name
 
-CONFIGS = (PpoConfig, SftConfig, RewardTrainingConfig)
-OPTIONS = ("algo.loss_args.", "algo.advantage_args.")  # whose keys are of a loss or an estimator
+CONFIGS = (PpoConfig, SftConfig, PreferenceTrainingConfig, RewardTrainingConfig)
+OPTIONS = (
+    "algo.loss_args.",
+    "algo.advantage_args.",
+    "preference.loss_args.",
+)  # whose keys are of a loss or an estimator
 OTHERS = {"migration"}  # its names are of other trainers, too
 # of verl; a column of verl's data; what MLflow calls a metric
 NO_FIELDS = {"actor.use_prefix_grouper", "reward_model.ground_truth"}

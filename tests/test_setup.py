@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 from tiny_models import save_qwen3
 
 from spmdrl.cli.arguments import load_config
-from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig
+from spmdrl.config import PpoConfig, PreferenceTrainingConfig, RewardTrainingConfig, SftConfig
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.rl import check
 from spmdrl.training.checks.supervised import check_sft
@@ -80,13 +80,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # the model here has no experts; what is of Megatron is not switched to it
-LEFT_OUT = {"lora", "reward", "a3b", "256gpu", "128gpu", "64gpu", "geometry3k"}
+LEFT_OUT = {"lora", "reward", "dpo", "a3b", "256gpu", "128gpu", "64gpu", "geometry3k"}
 WHOLE = [path for path in CONFIGS if not LEFT_OUT & set(path.stem.split("_"))]
 
 
 def kind_of(path: Path) -> type:
     if "_reward_model_" in path.stem:
         return RewardTrainingConfig
+    if "_dpo_" in path.stem:
+        return PreferenceTrainingConfig
     return SftConfig if "_sft_" in path.stem else PpoConfig
 
 

@@ -1,4 +1,4 @@
-"""The options of every policy loss and estimator, for --help.
+"""The options of every policy loss, estimator and preference loss, for --help.
 
 They are read from the source of the functions: --help comes at once, and to import the functions
 takes the seconds that torch takes.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -19,12 +19,25 @@ TABLES = {
     "--algo.loss_args.": ("losses.py", "POLICY_LOSSES", "policy loss"),
     "--algo.advantage_args.": ("advantages.py", "ESTIMATORS", "estimator"),
 }
+PREFERENCE = {
+    "--preference.loss_args.": ("preference_losses.py", "PREFERENCE_LOSSES", "preference loss"),
+}
 
 
 def option_lines() -> list[str]:
     """Returns a line for each loss and estimator that has options: name, type, default, range."""
+    return lines_of(TABLES)
+
+
+def preference_lines() -> list[str]:
+    """Returns a line for each preference loss."""
+    return lines_of(PREFERENCE)
+
+
+def lines_of(tables: Mapping[str, tuple[str, str, str]]) -> list[str]:
+    """tables: by the beginning of a flag, a file here, the name of its dict, and what is in it."""
     lines = []
-    for flag, (file, table, kind) in TABLES.items():
+    for flag, (file, table, kind) in tables.items():
         tree = ast.parse(Path(__file__).with_name(file).read_text())
         lines += ["", f"{flag}  The options of each {kind}."]
         lines += [

@@ -31,6 +31,8 @@ class Range:
 Positive = Annotated[float, Range("above 0", lambda x: x > 0)]
 AboveOne = Annotated[float, Range("above 1", lambda x: x > 1)]
 BelowOne = Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1)]
+NotNegative = Annotated[float, Range("at least 0", lambda x: x >= 0)]
+BelowHalf = Annotated[float, Range("at least 0 and below 0.5", lambda x: 0 <= x < 0.5)]
 UnitInterval = Annotated[float, Range("in 0..1", lambda x: 0 <= x <= 1)]
 Fraction = Annotated[float, Range("in (0, 1]", lambda x: 0 < x <= 1)]
 

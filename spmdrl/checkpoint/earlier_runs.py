@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 PREFIX = "earlier-"
+REFERENCE = "reference"  # log-probabilities that are named by what they are of, and stay true
 OF_A_STEP = r"(?:step|eval)_(\d+)[._].*"  # names of files in samples/ and profile/
 
 
@@ -64,7 +65,8 @@ def set_aside(run_dir: Path, done: int, loaded: Path | None = None) -> Path | No
 def everything(run_dir: Path, loaded: Path | None) -> Iterator[Path]:
     for path in sorted(run_dir.iterdir()):
         holds_loaded = loaded is not None and loaded.resolve().is_relative_to(path.resolve())
-        if not path.name.startswith(PREFIX) and path.name != run_lock.NAME and not holds_loaded:
+        stays = path.name in (run_lock.NAME, REFERENCE) or path.name.startswith(PREFIX)
+        if not stays and not holds_loaded:
             yield path
 
 

@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig
+from spmdrl.config import AnswerDataConfig, ConfigError, DataConfig, PreferenceDataConfig
 from spmdrl.data.chat import Encoded, Encoder, encode_said
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import to_batch
@@ -81,7 +81,7 @@ class PairReader:
         if images and self.vision is None:
             raise BadRow("field 'images': the model sees none")
         refuse_single(row, images)
-        prompt = self.optional(row, "prompt_key")
+        prompt = optional(row, self.config, "prompt_key")
         if prompt is not None:
             check_prompt(str(config.prompt_key), prompt, parts=self.vision is not None)
         keys = config.chosen_key, config.rejected_key
@@ -97,30 +97,7 @@ class PairReader:
         self, row: dict[str, Any], key: str, prompt: list[Message] | str | None
     ) -> str | list[Message]:
         """The whole of it. Raises BadRow."""
-        said = lookup(row, key)
-        if said is MISSING:
-            raise bad_field(key, said, "a chat list or a string", row)
-        check_prompt(key, said, parts=self.vision is not None)
-        asked = list(map(without_nulls, prompt)) if isinstance(prompt, list) else prompt
-        if isinstance(said, str):
-            if isinstance(asked, str) and said.startswith(asked):
-                raise self.said_twice(key)
-            if isinstance(asked, list):
-                return [*asked, {"role": "assistant", "content": said}]
-            return (asked or "") + said
-        answer = list(map(without_nulls, said))
-        if isinstance(asked, str) or (asked and is_said_again(asked, answer)):
-            raise self.said_twice(key)
-        if said[-1]["role"] != "assistant":
-            raise bad_field(f"{key}[{len(said) - 1}].role", said[-1]["role"], "'assistant'")
-        return [*(asked or ()), *answer]
-
-    def said_twice(self, key: str) -> BadRow:
-        return BadRow(
-            f"field '{self.config.prompt_key}': it would stand before what is in '{key}'. Where "
-            "that is the whole conversation set data.prompt_key=None; else the prompt must be a "
-            "chat list, or a string that the answers do not begin with"
-        )
+        return conversation(row, key, prompt, self.config.prompt_key, self.vision is not None)
 
     def seen(self, said: str | list[Message], num_images: int) -> str | list[Message]:
         """A conversation as templates want it where it has images, which both of a pair show.
@@ -154,7 +131,7 @@ class PairReader:
 
     def left_out(self, row: dict[str, Any], num_images: int) -> set[str]:
         """Names of what the row holds and its texts do not. Raises BadRow, ConfigError."""
-        prompt, found = self.optional(row, "prompt_key"), set()
+        prompt, found = optional(row, self.config, "prompt_key"), set()
         for key in (self.config.chosen_key, self.config.rejected_key):
             said = self.seen(self.conversation(row, key, prompt), num_images)
             if not isinstance(said, str):
@@ -163,7 +140,7 @@ class PairReader:
 
     def margin(self, row: dict[str, Any]) -> float:
         """Raises BadRow."""
-        value = self.optional(row, "margin_key")
+        value = optional(row, self.config, "margin_key")
         if value is None:
             return 0.0
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -171,16 +148,53 @@ class PairReader:
             raise bad_field(str(self.config.margin_key), value, f"a number, 0 to {MOST_MARGIN:g}")
         return float(value)
 
-    def optional(self, row: dict[str, Any], field: str) -> Any:
-        """The column that this field of the config names; None where it is not there, which it may
-        be under its usual name. Raises BadRow."""
-        key = getattr(self.config, field)
-        if key is None:
-            return None
-        value = lookup(row, key)
-        if value is MISSING and key != getattr(PreferenceDataConfig, field):
-            raise bad_field(key, value, f"a column of that name (data.{field})", row)
-        return None if value is MISSING else value
+
+def conversation(
+    row: dict[str, Any], key: str, prompt: list[Message] | str | None, prompt_key: str | None,
+    parts: bool,
+) -> str | list[Message]:  # fmt: skip
+    """Returns what stands under `key`, behind the prompt. parts: contents may be lists of them.
+    Raises BadRow.
+    """
+    said = lookup(row, key)
+    if said is MISSING:
+        raise bad_field(key, said, "a chat list or a string", row)
+    check_prompt(key, said, parts=parts)
+    asked = list(map(without_nulls, prompt)) if isinstance(prompt, list) else prompt
+    if isinstance(said, str):
+        if isinstance(asked, str) and said.startswith(asked):
+            raise said_twice(key, prompt_key)
+        if isinstance(asked, list):
+            return [*asked, {"role": "assistant", "content": said}]
+        return (asked or "") + said
+    answer = list(map(without_nulls, said))
+    if isinstance(asked, str) or (asked and is_said_again(asked, answer)):
+        raise said_twice(key, prompt_key)
+    if said[-1]["role"] != "assistant":
+        raise bad_field(f"{key}[{len(said) - 1}].role", said[-1]["role"], "'assistant'")
+    return [*(asked or ()), *answer]
+
+
+def said_twice(key: str, prompt_key: str | None) -> BadRow:
+    return BadRow(
+        f"field '{prompt_key}': it would stand before what is in '{key}'. Where that is the whole "
+        "conversation set data.prompt_key=None; else the prompt must be a chat list, or a string "
+        "that the answers do not begin with"
+    )
+
+
+def optional(
+    row: dict[str, Any], config: PreferenceDataConfig | AnswerDataConfig, field: str
+) -> Any:  # fmt: skip
+    """Returns the column that this field of the config names; None where it is not there, which it
+    may be under its usual name. Raises BadRow."""
+    key = getattr(config, field)
+    if key is None:
+        return None
+    value = lookup(row, key)
+    if value is MISSING and key != getattr(type(config), field):
+        raise bad_field(key, value, f"a column of that name (data.{field})", row)
+    return None if value is MISSING else value
 
 
 def is_said_again(asked: list[Message], answer: list[Message]) -> bool:

@@ -104,11 +104,7 @@ class SftDataset:
         """Reads the files as PromptDataset.load does. It is a collective and raises ConfigError for
         a bad file or row.
         """
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(
-                f"the tokenizer of '{tokenizer.name_or_path}' has no eos_token, so a model could "
-                "not learn to stop. Set eos_token in its tokenizer_config.json."
-            )
+        require_eos(tokenizer)
         keys = (config.prompt_key, config.response_key, "messages")
         others = ("completion", "input", "output", "instruction")
         columns = (*columns_at(*keys), *others, "images", "image", "videos", "tools")
@@ -184,6 +180,15 @@ class SftDataset:
         return self.example(int(np.searchsorted(self.measured.rows, row)))
 
 
+def require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError where the tokenizer has no EOS to learn."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of '{tokenizer.name_or_path}' has no eos_token, so a model could "
+            "not learn to stop. Set eos_token in its tokenizer_config.json."
+        )
+
+
 class TokenisedRow(NamedTuple):
     """A row's tokens, not cut."""
 
@@ -207,24 +212,33 @@ class SftReader:
         """folder: of the file. Raises BadRow, ConfigError."""
         images = self.images(row, folder)
         prompt, response = self.asked_and_said(row)
-        blind = False
+        if response is not None:
+            found = self.answered(prompt, response, images)
+        else:
+            assert not isinstance(prompt, str)  # it is `messages`
+            turns = encode_turns(self.seen(prompt, images), self.encoder)
+            found = self.placed(turns.ids, turns.learnt, turns.escaped, images)
+        is_blind = (
+            self.vision is not None and not images and not isinstance(prompt, str)
+        ) and says_image(prompt)
+        return found._replace(blind=is_blind)
+
+    def answered(
+        self, prompt: list[dict[str, Any]] | str, response: str, images: tuple[Picture, ...]
+    ) -> TokenisedRow:
+        """Returns a prompt with a response to it and EOS, which are learnt. Raises BadRow,
+        ConfigError."""
         if not isinstance(prompt, str):
-            blind = self.vision is not None and not images and says_image(prompt)
             prompt = self.seen(prompt, images)
         elif images:
             raise BadRow(f"field 'images': {self.why_not_shown()}")
-        if response is None:
-            assert not isinstance(prompt, str)  # it is `messages`
-            turns = encode_turns(prompt, self.encoder)
-            found = self.placed(turns.ids, turns.learnt, turns.escaped, images)
-            return found._replace(blind=blind)
         asked, answer = self.encoder.prompt(prompt), self.encoder.answer(response, "response")
         found = self.placed(asked.ids, [0] * len(asked.ids), asked.escaped, images)
         return found._replace(
             ids=[*found.ids, *answer.ids, int(self.encoder.tokenizer.eos_token_id)],
             learnt=found.learnt + [1] * (len(answer.ids) + 1),
-            escaped=asked.escaped or answer.escaped, blind=blind,
-        )  # fmt: skip
+            escaped=asked.escaped or answer.escaped,
+        )
 
     def why_not_shown(self) -> str:
         if self.encoder.tokenizer.chat_template is None:

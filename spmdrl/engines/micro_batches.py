@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmdrl.data.packing import empty_batch, micro_batches, padded_micro_batches, split_to_count
 from spmdrl.data.routing import Routing
-from spmdrl.data.shared_prefix import Unit, single_units
+from spmdrl.data.shared_prefix import Unit, common_prefix, single_units, worth_sharing
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import SEQ_FIELDS, Batch
 
@@ -50,9 +50,16 @@ def cut(
     return found
 
 
-def pairs_of(batch: Batch) -> list[Unit]:
-    """Keeps the two sequences of a pair, which stand one after the other, together."""
-    return [Unit((first, first + 1)) for first in range(0, batch.num_seqs, 2)]
+def pairs_of(batch: Batch, shares_prefixes: bool = False) -> list[Unit]:
+    """Keeps the two sequences of a pair, which stand one after the other, together.
+
+    shares_prefixes: what both begin with is computed once, where that is worth it.
+    """
+    pairs = [(first, first + 1) for first in range(0, batch.num_seqs, 2)]
+    prefixes = [common_prefix(batch, pair) if shares_prefixes else 0 for pair in pairs]
+    if not worth_sharing(sum(prefixes), batch.num_tokens):
+        return [Unit(pair) for pair in pairs]
+    return [Unit(pair, prefix) for pair, prefix in zip(pairs, prefixes, strict=True)]
 
 
 def renumbered(units: Sequence[Unit]) -> list[Unit]:

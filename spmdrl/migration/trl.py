@@ -172,8 +172,9 @@ def value_of(node: ast.expr, defaults: Mapping[str, Any]) -> Any:
 
 def refusal(name: str) -> ConfigError:
     return ConfigError(
-        f"{name} of TRL has no translation: only GRPOConfig has one. docs/sft.md and "
-        "docs/reward_model.md have the fields of fine-tuning and of reward models"
+        f"{name} of TRL has no translation: only GRPOConfig has one. docs/sft.md, "
+        "docs/preference.md and docs/reward_model.md have the fields of fine-tuning, of DPO and "
+        "the like, and of reward models"
     )
 
 

@@ -23,9 +23,10 @@ import transformers
 
 from spmdrl.algo.advantages import Estimator, advantage_options
 from spmdrl.algo.losses import PolicyLoss, loss_options
+from spmdrl.algo.preference_losses import PreferenceLoss, needs_reference, preference_options
 from spmdrl.cli.arguments import field_text
 from spmdrl.cli.function_code import as_text, code_of, is_users
-from spmdrl.config import MOVED, PpoConfig, RunConfig
+from spmdrl.config import MOVED, PpoConfig, PreferenceTrainingConfig, RunConfig
 from spmdrl.data.pictures import pictures_of
 from spmdrl.data.table_files import BadRow, Files
 from spmdrl.distributed.placement import training_roles
@@ -45,7 +46,8 @@ NO_MEANING = {"transformers_version", "dtype", "torch_dtype", "use_cache", "outp
 PRINTED_AS = {"needs_greedy": "greedy"}
 NOT_LOGGED = (
     "resume", "checkpoint.accept_changes",
-    "algo.loss_args", "algo.advantage_args",  # each option has a line of its own: options_in_use
+    # each option has a line of its own: options_in_use
+    "algo.loss_args", "algo.advantage_args", "preference.loss_args",
 )  # fmt: skip
 
 Tree = dict[str, Any]  # JSON-able
@@ -62,10 +64,13 @@ def identity(config: RunConfig, tokenizer: Any, files: Iterable[Files] = ()) -> 
         "config": settings(config) | options_in_use(config),
         "data": {name: files_print(paths) for name, paths in data.items() if paths is not None},
         "images": images_print(files),
-        "models": {"model": model_print(config.model, with_weights=False)},
+        "models": {"model": model_print(config.model, with_weights=has_reference(config))},
         "tokenizers": {"model": tokenizer_print(tokenizer)},
         "code": {},
     }  # fmt: skip
+    if isinstance(config, PreferenceTrainingConfig):
+        loss = config.preference.loss
+        found["code"] = {"loss": {"preference.loss": function_print(loss)}}
     if isinstance(config, PpoConfig):
         found["code"] = code_prints(config)
         for name, role in training_roles(config).items():
@@ -81,6 +86,17 @@ def identity(config: RunConfig, tokenizer: Any, files: Iterable[Files] = ()) -> 
                 found["models"][name] = model_print(scorer.model, with_weights=True)
                 found["tokenizers"][name] = tokenizer_print(load_tokenizer(scorer.model))
     return json.loads(json.dumps(found))  # as it is read again
+
+
+def has_reference(config: RunConfig) -> bool:
+    """Whether the weights that the model had at the start are those of a reference, too. Those of a
+    base of adapters are compared one by one: engines/fsdp/lora.py.
+    """
+    return (
+        isinstance(config, PreferenceTrainingConfig)
+        and config.actor.lora is None
+        and needs_reference(config.preference)
+    )
 
 
 # ---- the config, and the functions in it
@@ -101,14 +117,14 @@ def settings(config: Any, prefix: str = "") -> dict[str, str]:
 
 def options_in_use(config: Any) -> dict[str, str]:
     """{"algo.loss_args.clip_low": "0.2", ...}: every option, also those that have their default."""
-    if not isinstance(config, PpoConfig):
-        return {}
-    groups = {
-        "loss_args": loss_options(config.algo),
-        "advantage_args": advantage_options(config.algo),
-    }
+    groups: dict[str, dict[str, Any]] = {}
+    if isinstance(config, PpoConfig):
+        groups["algo.loss_args"] = loss_options(config.algo)
+        groups["algo.advantage_args"] = advantage_options(config.algo)
+    if isinstance(config, PreferenceTrainingConfig):
+        groups["preference.loss_args"] = preference_options(config.preference)
     return {
-        f"algo.{group}.{name}": as_text(value)
+        f"{group}.{name}": as_text(value)
         for group, options in groups.items()
         for name, value in options.items()
     }
@@ -142,7 +158,7 @@ def code_prints(config: PpoConfig) -> Tree:
 
 def function_print(function: Any) -> str:
     """A name where the function is ours or installed, whose code is a matter of versions."""
-    if isinstance(function, PolicyLoss | Estimator):
+    if isinstance(function, PolicyLoss | Estimator | PreferenceLoss):
         rest = {
             PRINTED_AS.get(f.name, f.name): getattr(function, f.name)
             for f in dataclasses.fields(function)[1:]
@@ -389,6 +405,14 @@ def of_tokenizer(name: str, before: Tree, now: Tree, other_version: bool) -> Ite
         yield Difference("chat_template", f"chat template of {name} (sha256) {change}")
 
 
+# functions of a config by their kind, as they are told of; those of an algorithm are a choice
+CODE = {
+    "reward": "reward function", "algo": "function algo.{}", "tools": "{}", "loss": "function {}",
+    "data": "function data.{}",
+}  # fmt: skip
+CHOICES = ("algo", "loss", "data")
+
+
 def of_code(before: Tree, now: Tree, other_python: bool) -> Iterator[Difference]:
     """other_python: compiles the same source to other code, so that nothing can be told."""
     for kind, (old, new) in common(before, now):
@@ -398,11 +422,10 @@ def of_code(before: Tree, now: Tree, other_python: bool) -> Iterator[Difference]
             continue
         for name in changed:
             change = f"{old.get(name, 'none')} -> {new.get(name, 'none')}"
-            what = {"reward": "reward function", "algo": "function algo.{}", "tools": "{}",
-                    "data": "function data.{}"}[kind]  # fmt: skip
+            what = CODE[kind]
             where = f" of {name!r}" if kind == "reward" and name else ""
             text = f"{what.format(name)}{where}: its code, or that of its helpers, {change}"
-            yield Difference(None if kind in ("algo", "data") else kind, text)
+            yield Difference(None if kind in CHOICES else kind, text)
 
 
 def short(value: Any) -> str:

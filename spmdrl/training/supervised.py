@@ -1,4 +1,5 @@
-"""Programs that learn from rows as they stand, in the loop (`loop.py`): fine-tuning, reward models.
+"""Programs that learn from rows as they stand, in the loop (`loop.py`): fine-tuning, preference
+optimisation, reward models.
 
 Steps over shuffled rows, evaluations on held-out ones, and the model at the end. A Task says what
 tells one program from another.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import (
+    AnswerDataConfig,
     ConfigError,
     DataConfig,
     PreferenceDataConfig,
@@ -26,6 +28,7 @@ from spmdrl.config import (
     SupervisedConfig,
     require,
 )
+from spmdrl.data.answers import as_sft
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import partition, sequence_work
 from spmdrl.data.prompt_order import PromptOrder
@@ -64,23 +67,60 @@ BUCKET_BYTES = 512 << 20  # gathered at once
 
 
 @dataclass(frozen=True)
-class Task:
-    """A task tells what is learnt, and by which loss. Losses and measures are means over the
-    unmasked tokens of all ranks.
+class Share:
+    """The rows of a step, or of a part of an evaluation: what all ranks take and what is this
+    rank's.
     """
+
+    rows: Rows
+    actor: Trainer
+    mine: list[int]  # this rank's rows
+    batch: Batch  # of these; its loss_weights are one over num_tokens
+    num_rows: int  # of all ranks
+    num_tokens: float  # unmasked ones of all ranks
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is learnt from a share, or measured in it."""
+
+    loss_fn: LossFn
+    # of held-out rows: sums over what this rank has, float64; the same names on all ranks
+    measure: Callable[[TrainEngine, Batch, BatchImages | None], dict[str, Tensor]]
+    count: float  # the means of an evaluation divide these sums by it: of all ranks
+
+
+def over_tokens(
+    loss_fn: LossFn,
+    measure: Callable[[TrainEngine, Batch, BatchImages | None], dict[str, Tensor]],
+    share: Share,
+) -> Objective:
+    """The same for every share, with means over the unmasked tokens of all ranks."""
+    return Objective(loss_fn, measure, share.num_tokens)
+
+
+def as_they_are(means: dict[str, float]) -> dict[str, float]:
+    return means
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task tells what is learnt, and by which loss."""
 
     name: str  # of the metrics: <name>/loss
     kind: str  # of engine: see build_engine
     load: Callable[..., Rows]  # what load_data gives it; collective
-    loss_fn: LossFn
-    # of held-out rows: sums over this rank's unmasked tokens, float64; the same names on all ranks
-    measure: Callable[[TrainEngine, Batch, BatchImages | None], dict[str, Tensor]]
+    objective: Callable[[Share], Objective]  # collective
     summary: Callable[[dict[str, float]], dict[str, float]]  # means -> what is logged as eval/...
     shown: tuple[str, ...]  # metrics in the line of a step
     curve: Curve  # what is to improve
-    row_sequences: int  # of at most config.data.max_tokens, in a row
+    row_sequences: int  # of at most config.data.max_tokens, in a row; 2: they are a pair
     # what the model's config.json is to say of how it was trained, if it is true
     notes: Mapping[str, bool] = field(default_factory=dict)
+    # what an update returns -> what is logged as <name>/...
+    step_summary: Callable[[dict[str, float]], dict[str, float]] = as_they_are
+    # called with what `build` made, before a checkpoint is loaded; collective
+    prepare: Callable[[SupervisedRun], None] = loop.nothing
 
 
 @dataclass
@@ -99,7 +139,7 @@ class SupervisedRun:
 
 
 def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
-    """A whole run. The loss is a mean over the batch's unmasked tokens."""
+    """A whole run. Collective."""
     least_bytes = partial(least_checkpoint_bytes, {"actor": config.actor}, config.model, task.kind)
     loop.train(config, runtime, partial(training_run, task, config, runtime), least_bytes)
 
@@ -134,15 +174,18 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedR
         check_memory(config, topology.world, planner)
     with phases("build actor"):
         PROGRESS.detail(model_text(config.model))
-        engine = build_engine(task.kind, config.model, config.actor, ranks)
+        in_pairs = task.row_sequences == 2
+        engine = build_engine(task.kind, config.model, config.actor, ranks, in_pairs=in_pairs)
     actor = Trainer("actor", ranks, engine, rows.images)
     if task.kind == "reward":
         name_padding(actor.model.pretrained[0], tokenizer)
     for name, value in task.notes.items():
         note(actor.model.pretrained[0], name, value)
-    return SupervisedRun(
+    run = SupervisedRun(
         task, config, runtime, actor, rows, held_out, order, tokenizer, SpanLog(runtime.phases)
     )
+    task.prepare(run)
+    return run
 
 
 def name_padding(hf: Any, tokenizer: Any) -> None:
@@ -168,8 +211,9 @@ def load_data(
     """The rows to learn, those to evaluate on, and the order of the former. Collective."""
     data, hf = config.data, load_hf_config(config.model)
     own: dict[str, Any] = {}
-    if isinstance(data, SftDataConfig):
-        own["vision"] = ImageProcessor.load(config.model, hf, data)
+    if isinstance(data, SftDataConfig | AnswerDataConfig):
+        asked = data if isinstance(data, SftDataConfig) else as_sft(data)
+        own["vision"] = ImageProcessor.load(config.model, hf, asked)
     elif isinstance(data, PreferenceDataConfig):
         own["vision"] = ImageProcessor.load(config.model, hf, DataConfig(""))
     load = partial(
@@ -210,32 +254,38 @@ def one_step(run: SupervisedRun, step: int) -> dict[str, float]:
     started_at = time.perf_counter()
     with phases("data"):
         indices = run.order.next_step()
-        batch, _ = weighted_batch(run.rows, indices, run.actor)
+        share = take_share(run.rows, indices, run.actor)
     with phases("update"):
-        updated = update(run.actor, batch, task.loss_fn, 1.0, nan_updates)
-    metrics = {f"{task.name}/{name}": value for name, value in updated.items()}
+        loss_fn = task.objective(share).loss_fn
+        updated = update(run.actor, share.batch, loss_fn, 1.0, nan_updates)
+    found = task.step_summary(updated)
+    metrics = {f"{task.name}/{name}": value for name, value in found.items()}
     if nan_updates:
         metrics[f"{task.name}/skipped_updates"] = float(not updated)
     num_tokens = float(run.rows.measured.num_tokens[indices].sum())
-    found = report(run.spans, step, run.runtime.topology, moved_bytes={})
-    return metrics | timing(found, num_tokens, time.perf_counter() - started_at)
+    spent = report(run.spans, step, run.runtime.topology, moved_bytes={})
+    return metrics | timing(spent, num_tokens, time.perf_counter() - started_at)
 
 
 def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str, float]:
-    """Means over all unmasked tokens of the rows, whatever ranks have them. Collective."""
+    """Means over the rows, or over all of their unmasked tokens, whatever ranks have them.
+    Collective.
+    """
     config, phases, topology = run.config, run.runtime.phases, run.runtime.topology
     sums: dict[str, float] = {}  # of this rank
-    num_tokens = 0.0  # of all
+    total = 0.0  # of all
     with phases("evaluate"):
         for first in range(0, len(rows), config.data.batch_size):
             chosen = range(first, min(first + config.data.batch_size, len(rows)))
-            batch, count = weighted_batch(rows, list(chosen), run.actor)
-            for name, total in run.task.measure(run.actor.model, batch, rows.images).items():
-                sums[name] = sums.get(name, 0.0) + float(total)
-            num_tokens += count
+            share = take_share(rows, list(chosen), run.actor)
+            objective = run.task.objective(share)
+            measured = objective.measure(run.actor.model, share.batch, rows.images)
+            for name, value in measured.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+            total += objective.count
             phases.still_going()
             PROGRESS.count(chosen.stop, len(rows), "rows")
-        means = {name: sum_over_ranks(sums[name], topology) / num_tokens for name in sums}
+        means = {name: sum_over_ranks(sums[name], topology) / total for name in sums}
     found = run.task.summary(means)
     log.held_out_line(step, of_rows(found, tuple(found)), f"{len(rows)} rows")
     return {f"eval/{name}": value for name, value in found.items()}
@@ -268,13 +318,15 @@ def share_of(rows: Rows, indices: list[int], actor: Trainer) -> list[int]:
     return [indices[i] for i in mine]
 
 
-def weighted_batch(rows: Rows, indices: list[int], actor: Trainer) -> tuple[Batch, float]:
-    """This rank's share of the rows, weighted by one over the unmasked tokens of all ranks; their
-    number. Collective."""
-    batch = rows.batch(share_of(rows, indices, actor))
+def take_share(rows: Rows, indices: list[int], actor: Trainer) -> Share:
+    """This rank's share of the rows, weighted by one over the unmasked tokens of all ranks.
+    Collective.
+    """
+    mine = share_of(rows, indices, actor)
+    batch = rows.batch(mine)
     num_tokens = sum_over_ranks(float(batch.loss_mask.sum()), actor.topology)
     batch.loss_weights = batch.loss_mask / max(num_tokens, 1.0)
-    return batch, num_tokens
+    return Share(rows, actor, mine, batch, len(indices), num_tokens)
 
 
 def export(

@@ -15,8 +15,9 @@ from plan_configs import CONFIG_FILE
 
 from spmdrl.algo.advantages import ESTIMATORS
 from spmdrl.algo.losses import POLICY_LOSSES
-from spmdrl.algo.option_help import option_lines
+from spmdrl.algo.option_help import option_lines, preference_lines
 from spmdrl.algo.options import options_of
+from spmdrl.algo.preference_losses import PREFERENCE_LOSSES
 from spmdrl.cli.arguments import (
     as_source,
     changed_fields,
@@ -31,6 +32,7 @@ from spmdrl.config import (
     DataConfig,
     OptimConfig,
     PpoConfig,
+    PreferenceTrainingConfig,
     RewardTrainingConfig,
     SftConfig,
     SftDataConfig,
@@ -233,7 +235,7 @@ def test_a_wrong_key_costs_no_import_of_torch(write, program):
 def test_a_comment_is_of_one_field():
     """Help takes what stands above a field and behind it: a comment behind one that went on in the
     next line would be told of the next field."""
-    kinds, seen = [PpoConfig, SftConfig, RewardTrainingConfig], set()
+    kinds, seen = [PpoConfig, SftConfig, RewardTrainingConfig, PreferenceTrainingConfig], set()
     while kinds:
         kind = kinds.pop()
         seen.add(kind)
@@ -289,6 +291,7 @@ def test_a_name_that_is_nearly_right_is_put_right():
 
 
 CONFIGS = {"ppo": PpoConfig, "sft": SftConfig, "reward_model": RewardTrainingConfig,
+           "preference": PreferenceTrainingConfig,
            "evaluate": PpoConfig}  # fmt: skip
 
 
@@ -297,6 +300,7 @@ def test_help_lists_the_options_of_every_loss_and_estimator():
     middle = next(i for i, line in enumerate(lines) if line.startswith("--algo.advantage_args."))
     seen = check_option_lines(lines[:middle], POLICY_LOSSES)
     assert seen + check_option_lines(lines[middle:], ESTIMATORS) > 30
+    assert check_option_lines(preference_lines(), PREFERENCE_LOSSES) > 10
 
 
 def check_option_lines(lines, table):

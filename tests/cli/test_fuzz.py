@@ -30,11 +30,13 @@ from transformers import AutoTokenizer
 from spmdrl import ppo
 from spmdrl.cli.arguments import as_source, load_config, override
 from spmdrl.config import (
+    AnswerDataConfig,
     ConfigError,
     DataConfig,
     OptimConfig,
     PpoConfig,
     PreferenceDataConfig,
+    PreferenceTrainingConfig,
     RewardTrainingConfig,
     RolloutConfig,
     SftConfig,
@@ -46,6 +48,7 @@ from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.sft import SftDataset
 from spmdrl.distributed.topology import Topology
 from spmdrl.training.checks.describe import describe
+from spmdrl.training.checks.preference import check_preference
 from spmdrl.training.checks.ranges import BOUNDS
 from spmdrl.training.checks.rl import check
 from spmdrl.training.checks.supervised import check_reward_training, check_sft
@@ -91,7 +94,14 @@ def reward_config(model: str) -> RewardTrainingConfig:
     return RewardTrainingConfig(model, PreferenceDataConfig("t.jsonl", max_tokens=64), "out")
 
 
-STARTS = {PpoConfig: ppo_config, SftConfig: sft_config, RewardTrainingConfig: reward_config}
+def preference_config(model: str) -> PreferenceTrainingConfig:
+    return PreferenceTrainingConfig(model, AnswerDataConfig("t.jsonl", max_tokens=64), "out")
+
+
+STARTS = {
+    PpoConfig: ppo_config, SftConfig: sft_config, RewardTrainingConfig: reward_config,
+    PreferenceTrainingConfig: preference_config,
+}  # fmt: skip
 KINDS = list(STARTS)
 
 
@@ -148,7 +158,10 @@ def typed(hint: Any) -> st.SearchStrategy:
 
 
 def run_check(config: Any, world: int) -> None:
-    checks = {PpoConfig: check, SftConfig: check_sft, RewardTrainingConfig: check_reward_training}
+    checks = {
+        PpoConfig: check, SftConfig: check_sft, RewardTrainingConfig: check_reward_training,
+        PreferenceTrainingConfig: check_preference,
+    }  # fmt: skip
     checks[type(config)](config, world)
 
 

@@ -109,6 +109,7 @@ KINDS = {
     "ppo": 'PpoConfig("model", DataConfig("train.jsonl", eval="eval.jsonl"), "gsm8k")',
     "evaluate": 'PpoConfig("model", DataConfig("train.jsonl", eval="eval.jsonl"), "gsm8k")',
     "sft": 'SftConfig("model", SftDataConfig("train.jsonl"), "out")',
+    "preference": 'PreferenceTrainingConfig("model", AnswerDataConfig("train.jsonl"), "out")',
     "reward_model": 'RewardTrainingConfig("model", PreferenceDataConfig("train.jsonl"), "out")',
 }
 

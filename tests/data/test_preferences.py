@@ -91,7 +91,7 @@ def test_far_apart_rewards_overflow_nowhere():
 
 
 def pairs_of(lens: list[tuple[int, int]], margins: list[float]) -> Batch:
-    """Weighted by one over their unmasked tokens, as supervised.weighted_batch does it."""
+    """Weighted by one over their unmasked tokens, as supervised.take_share does it."""
     batch = to_batch([[1] * n for pair in lens for n in pair])
     batch.rewards[0::2] = torch.tensor(margins, dtype=torch.float64)
     batch.loss_weights = batch.loss_mask / batch.loss_mask.sum()

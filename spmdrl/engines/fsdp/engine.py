@@ -125,9 +125,10 @@ class FsdpEngine:
 
     def __init__(
         self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
-        strict: bool = False, load_weights: bool = True,
+        strict: bool = False, load_weights: bool = True, in_pairs: bool = False,
     ) -> None:  # fmt: skip
-        """load_weights: without it weights are 0, until `take_weights`."""
+        """load_weights: without it weights are 0, until `take_weights`. in_pairs: batches have the
+        sequences of a pair one after the other, and no micro-batch divides them."""
         layers.check_here(config, topology.device)
         self.config, self.topology, self.team = config, topology, SequenceParallelGroup.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
@@ -146,7 +147,7 @@ class FsdpEngine:
         check_experts(hf, hf.config, config, strict)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = HEADS[kind](hf)
-        self.in_pairs = kind == "reward" and not frozen
+        self.in_pairs = in_pairs or (kind == "reward" and not frozen)
         self.shares_prefixes = kind != "reward" and shares_prefixes(config, strict, hf.config)
         if strict:
             make_strict(self.module, DTYPES[config.dtype], topology.device)
@@ -332,10 +333,10 @@ class FsdpEngine:
         batch = shared(own, self.team, self.topology.device)
         budget = self.config.micro_batch_tokens * self.config.ulysses
         units: list[Unit] | None = None
-        if self.shares_prefixes:
+        if self.in_pairs:
+            units = pairs_of(batch, self.shares_prefixes)
+        elif self.shares_prefixes:
             units = units_for(batch, budget)
-        elif self.in_pairs:
-            units = pairs_of(batch)
         return cut(batch, budget, self.topology, units=units)
 
     # ---- weights and memory

@@ -64,13 +64,19 @@ class MegatronEngine:
     float32. On ranks that are given no sequences, batches are empty and so are results for tokens.
     """
 
-    def __init__(self, parts: Parts, config: TrainConfig, topology: Topology) -> None:
-        """parts: of megatron_parts.build_parts, or around a host's model and optimizer."""
+    def __init__(
+        self, parts: Parts, config: TrainConfig, topology: Topology, in_pairs: bool = False
+    ) -> None:
+        """parts: of megatron_parts.build_parts, or around a host's model and optimizer. in_pairs:
+        as of FsdpEngine.
+        """
         self.parts, self.config, self.topology = parts, config, topology
         self.pretrained = parts.pretrained
         self.num_updates = 0
         self.copies: HostCopies | None = None  # of all that is saved, from the first `stage` on
         self.without_adapters = False
+        trains_reward = parts.kind == "reward" and parts.optimizer is not None
+        self.in_pairs = in_pairs or trains_reward
 
     # ---- passes without gradient
 
@@ -359,7 +365,7 @@ class MegatronEngine:
             stages = parts.groups.pipeline.size()
             multiple = parts.config.microbatch_group_size_per_vp_stage or stages
         budget = self.config.micro_batch_tokens * parts.cut.context
-        units = pairs_of(batch) if parts.kind == "reward" and parts.optimizer is not None else None
+        units = pairs_of(batch) if self.in_pairs else None
         padded = parts.cut.form == "padded"
         return cut(batch, budget, self.topology, multiple, padded, units)
 

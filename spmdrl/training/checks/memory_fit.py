@@ -16,7 +16,10 @@ from spmdrl.config import (
     ConfigError,
     LoraConfig,
     PpoConfig,
+    PreferenceTrainingConfig,
+    RewardTrainingConfig,
     RunConfig,
+    SftConfig,
     SupervisedConfig,
     TrainConfig,
     checkpointing_of,
@@ -25,6 +28,7 @@ from spmdrl.distributed.placement import show_ranks, training_roles
 from spmdrl.rollout.build import ENGINES
 from spmdrl.training.checks import rl, supervised
 from spmdrl.training.checks.memory_plan import Array, MemoryPlan, memory_plan, supervised_plan
+from spmdrl.training.checks.preference import check_preference
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +79,20 @@ def rl_planner(prompt_tokens: Array | None, gpu_gib: float | None) -> Planner:
 def supervised_planner(
     kind: str, row_tokens: Array, gpu_gib: float | None
 ) -> Planner:  # fmt: skip
-    check = supervised.check_reward_training if kind == "reward" else supervised.check_sft
     return Planner(
-        partial(supervised_plan, kind=kind, row_tokens=row_tokens, gpu_gib=gpu_gib),
-        partial(check, warn=False),
+        partial(supervised_plan, kind=kind, row_tokens=row_tokens, gpu_gib=gpu_gib), require_sound
     )
+
+
+def require_sound(config: SupervisedConfig, world: int) -> None:
+    """Raises ConfigError where the config's program refuses it."""
+    if isinstance(config, RewardTrainingConfig):
+        supervised.check_reward_training(config, world, warn=False)
+    elif isinstance(config, PreferenceTrainingConfig):
+        check_preference(config, world, warn=False)
+    else:
+        assert isinstance(config, SftConfig)
+        supervised.check_sft(config, world, warn=False)
 
 
 def check_memory(config: RunConfig, world: int, planner: Planner) -> None:

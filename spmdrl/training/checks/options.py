@@ -33,6 +33,13 @@ def check_all_options(algo: AlgoConfig) -> None:
     check_inputs("algo.policy_loss", loss.function, ("logprobs", "old_logprobs", "mb"))
 
 
+# what a group of options is of
+CHOSEN_BY = {
+    "algo.advantage_args": "advantage", "algo.loss_args": "policy_loss",
+    "preference.loss_args": "loss",
+}  # fmt: skip
+
+
 def check_name(field: str, value: Any, known: Iterable[str]) -> None:
     if isinstance(value, str):
         converted(value, Literal[tuple(known)], field)  # raises, with the names and the nearest
@@ -46,14 +53,14 @@ def check_kind(field: str, value: Any, other: type) -> None:
 def check_options(
     field: str, args: Mapping[str, Any], function: Callable[..., Any], chosen: Any
 ) -> None:
-    """field: algo.loss_args or algo.advantage_args; chosen: the name or function of the config."""
+    """field: one of CHOSEN_BY; chosen: the name or function of the config."""
     try:
         options = options_of(function)
     except NameError as error:
         raise ConfigError(
             f"{field}: the annotations of {shown(chosen)} are not defined at run time: {error}"
         ) from error
-    what = f"{'policy_loss' if 'loss' in field else 'advantage'}={shown(chosen)}"
+    what = f"{CHOSEN_BY[field]}={shown(chosen)}"
     for name, value in args.items():
         if name in options:
             check_option(f"{field}[{name!r}]", value, options[name])

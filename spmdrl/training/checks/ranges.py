@@ -74,6 +74,8 @@ BOUNDS: Bounds = {
     "PpoConfig.eval_min_p": (0, 1), "PpoConfig.eval_repetition_penalty": POSITIVE,
     "SftDataConfig.batch_size": COUNT, "SftDataConfig.max_tokens": (2, None),
     "SftDataConfig.image_min_pixels": COUNT, "SftDataConfig.image_max_pixels": COUNT,
+    "AnswerDataConfig.batch_size": COUNT, "AnswerDataConfig.max_tokens": (2, None),
+    "AnswerDataConfig.image_min_pixels": COUNT, "AnswerDataConfig.image_max_pixels": COUNT,
     "PreferenceDataConfig.batch_size": COUNT, "PreferenceDataConfig.max_tokens": COUNT,
 }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Is the config sound of what learns from rows as they stand: fine-tuning, reward models."""
+"""Is the config sound of what learns from rows as they stand: fine-tuning, reward models, and what
+preference optimisation (preference.py) has in common with them."""
 
 from __future__ import annotations
 

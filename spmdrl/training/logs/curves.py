@@ -40,6 +40,10 @@ ACCURACY = Curve(
     "accuracy", "reward_model/accuracy", "eval/accuracy",
     "share of pairs whose better answer scores higher", "largest",
 )  # fmt: skip
+PREFERENCE = Curve(
+    "accuracy", "preference/rewards/accuracies", "eval/rewards/accuracies",
+    "share of answers whose reward is on the right side", "largest",
+)  # fmt: skip
 
 
 def points(rows: Sequence[Row], metric: str) -> Points:

@@ -6,7 +6,7 @@ import { answerView, further, invalidView, promptView, tokensView, truthView, ve
 import { FILTERS, lowered } from "view/source";
 
 const KINDS = { step: "training", eval: "held out", answers: "spmdrl.evaluate" };
-export const NO_SAMPLES = "This run has no samples: it keeps none (log_samples=0), has made none yet, or is one of spmdrl.sft or spmdrl.reward_model.";
+export const NO_SAMPLES = "This run has no samples: it keeps none (log_samples=0), has made none yet, or is one of spmdrl.sft, spmdrl.preference or spmdrl.reward_model.";
 const SNIPPET = 160; // characters of a finding
 
 export function kindOptions(run) {
