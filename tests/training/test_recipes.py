@@ -30,7 +30,21 @@ def arithmetic(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r not in ("sft", "reward")])
+def test_the_recipe_of_preferences_runs_end_to_end(arithmetic):
+    done = train(
+        arithmetic, 1, "--config", str(RECIPES["dpo"]), "--run_dir", "run_dpo", "--steps", "2",
+        "--eval_every", "2", "--checkpoint.every_steps", "2", "--trackers", "()",
+        program="spmdrl.preference",
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    rows = metrics_of(arithmetic / "run_dpo")
+    assert rows[-1]["step"] == 2 and "eval/rewards/accuracies" in rows[-1]
+
+
+OTHERS = ("sft", "reward", "dpo")  # whose program is another
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r not in OTHERS])
 def test_recipe_runs_end_to_end(arithmetic, recipe):
     config = str(RECIPES[recipe])
     done = train(arithmetic, 2, "--config", config, "--run_dir", f"run_{recipe}", *SMALL,
