@@ -119,7 +119,10 @@ def test_what_no_engine_took_is_unfinished_on_engine_0():
 
 def test_a_decision_is_the_same_behind_its_words():
     resumed = {3: Completion([7, 8], [-0.5, -1.0], "abort", [2, -1], ["[]"])}
-    call = EngineCall(Request([3, 1], 2**62, [4], [-1.0], [7], 9, []), SamplingParams(stop=("a",)))
+    call = EngineCall(
+        Request([3, 1], 2**62, [4], [-1.0], [7], 9, [], placed_images=[]),
+        SamplingParams(stop=("a",)),
+    )
     decision = Decision(2, False, resumed, 5, 8, 13, 6, EngineCalls({11: call}, (10,)))
     words = decision.to_words()
     assert words[0] == len(words) and words.dtype == np.int64
