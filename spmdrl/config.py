@@ -25,7 +25,7 @@ class NotGiven(int):
     """A default value, told apart from the same number where somebody has written it."""
 
 
-class Derived(NotGiven):
+class DerivedCount(NotGiven):
     """A number that follows from other fields and the data; config.py of a run leaves it out."""
 
 

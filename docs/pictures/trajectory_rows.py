@@ -15,7 +15,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from spmdrl.rollout.agents.trajectory import Tokens, Trajectory
+from spmdrl.rollout.agents.trajectory import EncodedMessages, Trajectory
 from spmdrl.rollout.base import Completion
 from spmdrl.types import Message
 
@@ -35,8 +35,8 @@ class Words:
                 self.known.append(word)
         return [self.known.index(word) for word in text.split()]
 
-    def encode(self, messages: list[Message]) -> Tokens:
-        return Tokens([id for message in messages for id in self.ids(message["content"])])
+    def encode(self, messages: list[Message]) -> EncodedMessages:
+        return EncodedMessages([id for message in messages for id in self.ids(message["content"])])
 
 
 def user(text: str) -> Message:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from spmdrl.cli.function_code import as_text, code_of
 from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths
-from spmdrl.config import MOVED, REPLACED, AlgoConfig, ConfigError, Derived, RunConfig
+from spmdrl.config import MOVED, REPLACED, AlgoConfig, ConfigError, DerivedCount, RunConfig
 
 OPTIONS = ("--algo.loss_args.", "--algo.advantage_args.")
 
@@ -348,7 +348,7 @@ def describe(wanted: Any) -> str:
 
 def as_source(config: Any, indent: int = 0) -> str:
     """The config as Python text, every field written out: config.py of the run folder. What is
-    Derived is left out: it is found anew.
+    DerivedCount is left out: it is found anew.
 
     A file or folder that was downloaded from a hub has its name there, with its commit.
     """
@@ -356,7 +356,7 @@ def as_source(config: Any, indent: int = 0) -> str:
     lines = [f"{type(config).__name__}("]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if isinstance(value, Derived):
+        if isinstance(value, DerivedCount):
             continue
         text = (
             as_source(value, indent + 1) if dataclasses.is_dataclass(value) else field_text(value)

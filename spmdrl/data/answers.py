@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 Asked = list[Message] | str
 
 
-class Answer(NamedTuple):
+class AnswerRow(NamedTuple):
     """A prompt with an answer to it."""
 
     token_ids: list[int]
@@ -77,7 +77,7 @@ class Answer(NamedTuple):
 class EncodedRow(NamedTuple):
     """A row: the better answer and the worse one, or the only one."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[AnswerRow, ...]
     escaped: bool
 
 
@@ -113,7 +113,7 @@ class AnswerReader:
             raise BadRow(f"fields {keys} are the same: nothing is preferred")
         labels = (True, False) if self.paired else (self.label(row),)
         answers = (
-            Answer(each.ids, each.learnt, label, images)
+            AnswerRow(each.ids, each.learnt, label, images)
             for each, label in zip(made, labels, strict=True)
         )
         return EncodedRow(tuple(answers), any(each.escaped for each in made))
@@ -208,7 +208,7 @@ class AnswerDataset:
         vision = reader.sft.vision if measured.num_illustrated else None
         self.images = None if vision is None else BatchImages(vision, self.by_id)
         self.keeps = int(measured.num_tokens.sum()) <= KEPT_TOKENS
-        self.kept: dict[int, tuple[Answer, ...]] = {}  # by the row of the files
+        self.kept: dict[int, tuple[AnswerRow, ...]] = {}  # by the row of the files
         # (len(self), 2) float64, of the reference: log-probabilities of both answers of a pair; of
         # a labelled answer, and of its mismatched one
         self.reference: np.ndarray | None = None
@@ -264,7 +264,7 @@ class AnswerDataset:
     def __len__(self) -> int:
         return len(self.measured.rows)
 
-    def answers(self, index: int) -> tuple[Answer, ...]:
+    def answers(self, index: int) -> tuple[AnswerRow, ...]:
         """Returns both answers of a pair, or a labelled one. Those of a small data set are encoded
         in the first epoch only.
         """
@@ -288,16 +288,16 @@ class AnswerDataset:
         sides = np.arange(self.per_row)
         return (behind[:, None] * self.per_row + sides).reshape(-1)
 
-    def mismatched_answer(self, index: int) -> Answer:
+    def mismatched_answer(self, index: int) -> AnswerRow:
         """The prompt with an answer to another prompt, cut at max_tokens."""
         (own,), (other,) = self.answers(index), self.answers(int(self.others[index]))
         asked, said = own.num_asked, other.token_ids[other.num_asked :]
         most = self.reader.config.max_tokens
         ids = [*own.token_ids[:asked], *said][:most]
         learnt = ([0] * asked + [1] * len(said))[:most]
-        return Answer(ids, learnt, own.desirable, own.images)
+        return AnswerRow(ids, learnt, own.desirable, own.images)
 
-    def by_id(self, id: int) -> Answer:
+    def by_id(self, id: int) -> AnswerRow:
         """The answer that a sequence's number in Batch.prompts stands for: twice the index, and 1
         more for the worse one of a pair, or for the mismatched one."""
         index, second = divmod(id, 2)
@@ -320,7 +320,7 @@ class AnswerDataset:
         return self.packed(made, [2 * i + 1 for i in indices], indices, [1])
 
     def packed(
-        self, answers: list[Answer], ids: list[int], indices: list[int], sides: list[int]
+        self, answers: list[AnswerRow], ids: list[int], indices: list[int], sides: list[int]
     ) -> Batch:  # fmt: skip
         """sides: columns of the reference that the answers of an index have."""
         lens = torch.tensor([len(a.token_ids) for a in answers], dtype=torch.int64)

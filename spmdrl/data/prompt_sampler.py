@@ -27,7 +27,7 @@ from spmdrl.data.prompt_draw import (
 )
 from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.prompt_stats import (
-    Answers,
+    PromptAnswers,
     PromptRows,
     PromptStats,
     checked_state,
@@ -53,7 +53,7 @@ class PromptSampler:
         self.order = PromptOrder(length, data.prompts_per_step, seed, data.shuffle)
         self.config, self.seed, self.shuffle, self.lag = data.sampler, seed, data.shuffle, 0
         self.events: dict[int, Event] = {}  # of steps that are under way
-        self.queue: list[tuple[int, list[Answers]]] = []  # (step, answers) not counted yet
+        self.queue: list[tuple[int, list[PromptAnswers]]] = []  # (step, answers) not counted yet
         self.stats = None if rows is None else PromptStats(rows, data.sampler)
         function: Any = data.sampler.function
         self.function: Any = function() if isinstance(function, type) else function
@@ -110,7 +110,7 @@ class PromptSampler:
         least = 1.0 if self.config.success_reward is None else self.config.success_reward
         ids = self.stats.rows.ids
         answers = [
-            Answers(int(np.searchsorted(ids, id)), sum(r >= least for r in found), len(found))
+            PromptAnswers(int(np.searchsorted(ids, id)), sum(r >= least for r in found), len(found))
             for id, found in rewards
         ]
         self.events.setdefault(step, {"drawn": [], "answers": []})["answers"] += answers
@@ -132,7 +132,7 @@ class PromptSampler:
         for picked in event["drawn"]:
             self.settle(step)
             self.mark(picked)
-        self.enqueue(step, [Answers(*answers) for answers in event["answers"]])
+        self.enqueue(step, [PromptAnswers(*answers) for answers in event["answers"]])
         self.load_function(event["function"])
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -170,7 +170,7 @@ class PromptSampler:
         if self.stats is not None and known and state["length"] == len(self.stats):
             self.stats.load_state_dict(known)
             self.queue = [
-                (step, [Answers(*one) for one in answers]) for step, answers in known["queue"]
+                (step, [PromptAnswers(*one) for one in answers]) for step, answers in known["queue"]
             ]
             self.load_function(known["function"])
         return goes_on
@@ -198,7 +198,7 @@ class PromptSampler:
 
     # ---- parts of a draw
 
-    def enqueue(self, step: int, answers: list[Answers]) -> None:
+    def enqueue(self, step: int, answers: list[PromptAnswers]) -> None:
         """Keeps the answers of a step, in one entry however many rounds it has."""
         if self.queue and self.queue[-1][0] == step:
             self.queue[-1][1].extend(answers)
@@ -321,7 +321,7 @@ def checked_picks(picked: Any, count: int, length: int) -> list[int]:
     return found
 
 
-def source_metrics(heard: Sequence[Answers], rows: PromptRows) -> dict[str, float]:
+def source_metrics(heard: Sequence[PromptAnswers], rows: PromptRows) -> dict[str, float]:
     """The success rate of a step's answers; where the data has several sources that of each, and
     the share of the prompts that are of it.
     """
@@ -339,6 +339,6 @@ def source_metrics(heard: Sequence[Answers], rows: PromptRows) -> dict[str, floa
     return found
 
 
-def success_rate(heard: Sequence[Answers]) -> float | None:
+def success_rate(heard: Sequence[PromptAnswers]) -> float | None:
     total = sum(one.total for one in heard)
     return sum(one.successes for one in heard) / total if total else None

@@ -19,7 +19,7 @@ STORED = {"asked": "<i8", "answered_in": "<i8", "solved_in_a_row": "<i8", "succe
           "answers": "<f8"}  # fmt: skip
 
 
-class Answers(NamedTuple):
+class PromptAnswers(NamedTuple):
     """The answers to one prompt in a step, as a sampler hears of them."""
 
     place: int  # of the prompt in the data set
@@ -78,7 +78,7 @@ class PromptStats:
         rests = np.ones(len(self), dtype=bool) if not pause else step - self.answered_in <= pause
         return (self.solved_in_a_row >= often) & rests
 
-    def count(self, answers: Sequence[Answers], step: int) -> None:
+    def count(self, answers: Sequence[PromptAnswers], step: int) -> None:
         """Counts the answers of a step. Those without a reward say nothing."""
         for place, successes, total in answers:
             self.waiting[place] = False

@@ -189,9 +189,9 @@ class VerifiersError(Exception):
 
 
 @functools.cache
-def connections(served: Served) -> list[Connection]:
+def connections(served: Served) -> list[ServerProcess]:
     """Returns this process's connections to an environment; their processes start when asked."""
-    return [Connection(served) for _ in range(served.processes)]
+    return [ServerProcess(served) for _ in range(served.processes)]
 
 
 @dataclass
@@ -241,7 +241,7 @@ class Process:
         )
 
 
-class Connection:
+class ServerProcess:
     """A process with an environment, on the event loop that asks it; started by the first request,
     and by the first after it ended.
     """

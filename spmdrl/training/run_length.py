@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from spmdrl.config import Derived, OptimConfig, PpoConfig, RunConfig, TrainConfig
+from spmdrl.config import DerivedCount, OptimConfig, PpoConfig, RunConfig, TrainConfig
 
 R = TypeVar("R", bound=RunConfig)
 TRAINED = ("actor", "critic", "prm")  # fields of a config that have an optimizer
@@ -14,7 +14,7 @@ TRAINED = ("actor", "critic", "prm")  # fields of a config that have an optimize
 
 def is_known(config: RunConfig) -> bool:
     """Whether the number of steps is known; with `epochs` it is once the data has been read."""
-    return not config.epochs or isinstance(config.steps, Derived)
+    return not config.epochs or isinstance(config.steps, DerivedCount)
 
 
 def updates_per_run(config: RunConfig) -> int:
@@ -36,7 +36,7 @@ def with_length(config: R, num_rows: int) -> R:
     if config.epochs:
         per_step = rows_per_step(config)
         steps = int(config.epochs * (num_rows // per_step) + 1e-6)  # 0.7 * 10 is below 7
-        config = replace(config, steps=Derived(max(steps, 1)))
+        config = replace(config, steps=DerivedCount(max(steps, 1)))
     updates = updates_per_run(config)
     roles = {name: getattr(config, name, None) for name in TRAINED}
     changed: dict[str, Any] = {
@@ -65,7 +65,7 @@ def scheduled(optim: OptimConfig, updates: int, in_epochs: bool) -> OptimConfig:
     """
     if optim.warmup_ratio:
         warmup = math.ceil(optim.warmup_ratio * updates - 1e-6)  # as transformers rounds it
-        optim = replace(optim, warmup_steps=Derived(warmup))
+        optim = replace(optim, warmup_steps=DerivedCount(warmup))
     if in_epochs and optim.schedule != "constant" and not optim.decay_steps:
-        optim = replace(optim, decay_steps=Derived(updates))
+        optim = replace(optim, decay_steps=DerivedCount(updates))
     return optim

@@ -21,7 +21,7 @@ from programs import CONFIG, metrics_of, samples_of, train
 from spmdrl.config import ConfigError
 from spmdrl.environments.episodes import write_rows
 from spmdrl.environments.verifiers import (
-    Connection,
+    ServerProcess,
     VerifiersAgent,
     VerifiersError,
     verifiers_agent,
@@ -154,7 +154,7 @@ def test_an_environment_that_does_not_load_fails_its_trajectories():
     request: dict[str, Any] = {"row": {}, "base_url": NOBODY, "api_key": "", "model": "policy"}
 
     async def ask() -> None:
-        connection = Connection(agent.served)
+        connection = ServerProcess(agent.served)
         asked = [connection.ask(request) for _ in range(2)]
         for result in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(result, VerifiersError) and "no game chess" in str(result)

@@ -11,7 +11,7 @@ from spmdrl.config import (
     AlgoConfig,
     ConfigError,
     DataConfig,
-    Derived,
+    DerivedCount,
     OptimConfig,
     PpoConfig,
     ProfileConfig,
@@ -66,7 +66,7 @@ def test_what_follows_is_shown_and_not_written_into_config_py() -> None:
     assert "steps=12" in changed_fields(found)
     text = as_source(found)
     assert "    epochs=3,\n" in text and "\n    steps=" not in text
-    assert isinstance(found.steps, Derived) and as_source(asked).count("steps=100") == 1
+    assert isinstance(found.steps, DerivedCount) and as_source(asked).count("steps=100") == 1
     assert eval(text, {**globals(), **vars(__import__("spmdrl.config").config)}) == asked
 
 

@@ -15,7 +15,7 @@ from spmdrl.data.images import ImageProcessor
 from spmdrl.data.reply_images import pictures_in, without_images
 from spmdrl.data.table_files import BadRow
 from spmdrl.rollout.agents.requests import ApiError, ChatRequest, arguments_of_call
-from spmdrl.rollout.agents.trajectory import Tokens
+from spmdrl.rollout.agents.trajectory import EncodedMessages
 from spmdrl.rollout.base import Completion
 from spmdrl.rollout.multi_turn.between_turns import BetweenTurns
 from spmdrl.rollout.multi_turn.conversation import without_thoughts
@@ -45,7 +45,7 @@ class ChatEncoder:
         # what an agent's messages say must not end a turn or begin a call
         self.between = BetweenTurns(replace(encoder, all_added=True), encoder.control_ids)
 
-    def encode_all(self, messages: list[Message]) -> Tokens:
+    def encode_all(self, messages: list[Message]) -> EncodedMessages:
         """Returns the tokens of a whole conversation, up to where the policy is to answer. Raises
         ApiError.
         """
@@ -55,7 +55,7 @@ class ChatEncoder:
         except BadRow as error:
             raise ApiError(400, f"messages: {error}", "invalid_messages") from error
 
-    def encode_behind(self, messages: list[Message], last: int) -> Tokens | None:
+    def encode_behind(self, messages: list[Message], last: int) -> EncodedMessages | None:
         """Returns the tokens of messages that follow on a turn which ended with the token `last`;
         None where the template does not write them as they are. Raises ApiError.
         """
@@ -84,12 +84,12 @@ class ChatEncoder:
             raise ApiError(400, f"messages: {problem}", "unsupported_content")
         return pictures
 
-    def located(self, ids: list[int], pictures: list[Picture]) -> Tokens:
+    def located(self, ids: list[int], pictures: list[Picture]) -> EncodedMessages:
         """Returns a template's tokens with those of the images. Raises BadRow."""
         if not pictures:
-            return Tokens(ids)
+            return EncodedMessages(ids)
         assert self.images.vision is not None
-        return Tokens(*self.images.vision.located(ids, pictures))
+        return EncodedMessages(*self.images.vision.located(ids, pictures))
 
     def spoken(self, answer: Completion, stop: tuple[str, ...]) -> Spoken:
         """Reads a turn: its text without the token or the string that ended it, and its calls."""

@@ -52,10 +52,10 @@ class Row:
         """The number of turns that were sampled for it."""
         return len(self.turns)
 
-    def start(self, num_tokens: int) -> Tokens:
+    def start(self, num_tokens: int) -> EncodedMessages:
         """Returns its first tokens."""
         images = [image for image in self.images if image.first < num_tokens]
-        return Tokens(self.token_ids[:num_tokens], images)
+        return EncodedMessages(self.token_ids[:num_tokens], images)
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class KnownTokens:
     num_tokens: int
 
 
-class Tokens(NamedTuple):
-    """What messages are to the model."""
+class EncodedMessages(NamedTuple):
+    """Messages as the model is given them."""
 
     ids: list[int]
     images: Sequence[PlacedImage] = ()  # where each begins among these tokens
@@ -77,7 +77,7 @@ class Tokens(NamedTuple):
 class Draft:
     """A request whose tokens are known, and which has no answer yet."""
 
-    tokens: Tokens
+    tokens: EncodedMessages
     behind: KnownTokens | None  # its first tokens; None: it begins a row
     conversation: list[Message]
     digest: str  # of the conversation
@@ -98,8 +98,8 @@ class Trajectory:
 
     def draft(
         self, messages: list[Message], context: str,
-        encode_all: Callable[[list[Message]], Tokens],
-        encode_behind: Callable[[list[Message], int], Tokens | None],
+        encode_all: Callable[[list[Message]], EncodedMessages],
+        encode_behind: Callable[[list[Message], int], EncodedMessages | None],
     ) -> Draft:  # fmt: skip
         """Finds the tokens of a chat request.
 
@@ -125,15 +125,17 @@ class Trajectory:
 
         spell: the text of tokens; what the row does not have counts as said by the user.
         """
-        behind = self.known_by_tokens(Tokens(token_ids), any_images=True)
+        behind = self.known_by_tokens(EncodedMessages(token_ids), any_images=True)
         images = self.rows[behind.row].images if behind is not None else []
         before = self.rows[behind.row].conversation if behind is not None else []
         rest = token_ids[behind.num_tokens if behind is not None else 0 :]
         asked: list[Message] = [{"role": "user", "content": spell(rest)}] if rest else []
-        whole = Tokens(token_ids, images)
+        whole = EncodedMessages(token_ids, images)
         return Draft(whole, behind, [*before, *asked], digest_of(whole))
 
-    def known_by_tokens(self, asked: Tokens, any_images: bool = False) -> KnownTokens | None:
+    def known_by_tokens(
+        self, asked: EncodedMessages, any_images: bool = False
+    ) -> KnownTokens | None:
         """Returns the longest row that these tokens begin with, if there is one. It shows the same
         images, unless any_images: images of equal size have the same tokens.
         """
@@ -183,7 +185,7 @@ class Trajectory:
         self.rows.append(Row([], [], [], [], []))
         return len(self.rows) - 1
 
-    def address_of(self, tokens: Tokens) -> str:
+    def address_of(self, tokens: EncodedMessages) -> str:
         """Returns an address of a continuation of these tokens, a part of its seed: their digest
         and how often the trajectory has asked for one before. Agents that ask at the same time get
         the same answers whoever comes first.
@@ -207,14 +209,14 @@ def add_context(row: Row, token_ids: Sequence[int]) -> None:
     row.versions += [NOT_CHOSEN] * len(token_ids)
 
 
-def joined(before: Tokens, rest: Tokens) -> Tokens:
+def joined(before: EncodedMessages, rest: EncodedMessages) -> EncodedMessages:
     """Returns tokens with others behind them."""
     size = len(before.ids)
     images = [PlacedImage(size + first, picture) for first, picture in rest.images]
-    return Tokens(before.ids + rest.ids, [*before.images, *images])
+    return EncodedMessages(before.ids + rest.ids, [*before.images, *images])
 
 
-def digest_of(tokens: Tokens) -> str:
+def digest_of(tokens: EncodedMessages) -> str:
     """Returns the digest of tokens and of the images that they show."""
     shown = [[first, picture.digest] for first, picture in tokens.images]
     text = json.dumps([tokens.ids, shown] if shown else tokens.ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmdrl.rollout.agents.trajectory import Tokens, Trajectory
+from spmdrl.rollout.agents.trajectory import EncodedMessages, Trajectory
 from spmdrl.rollout.base import NOT_CHOSEN, Completion
 from spmdrl.types import Message, Picture, PlacedImage
 
@@ -16,12 +16,12 @@ def encode(messages: list[Message]) -> list[int]:
     return [ord(c) for m in messages for c in [*(m["content"] or ""), "\0"]] + [1]
 
 
-def behind(messages: list[Message], last: int) -> Tokens | None:
-    return Tokens(encode(messages)) if last == 0 else None
+def behind(messages: list[Message], last: int) -> EncodedMessages | None:
+    return EncodedMessages(encode(messages)) if last == 0 else None
 
 
-def encode_all(messages: list[Message]) -> Tokens:
-    return Tokens(encode(messages))
+def encode_all(messages: list[Message]) -> EncodedMessages:
+    return EncodedMessages(encode(messages))
 
 
 def said_by(trajectory: Trajectory, messages: list[Message], text: str, context: str = "") -> dict:
@@ -125,8 +125,8 @@ def test_where_the_template_cannot_go_on_the_tokens_are_compared():
     trajectory.commit(draft, cut, said)
     asked = [user("a"), said, user("b")]
 
-    def encode_on(messages: list[Message]) -> Tokens:
-        return Tokens(encode([user("a")]) + [ord("x"), 0] + encode([user("b")]))
+    def encode_on(messages: list[Message]) -> EncodedMessages:
+        return EncodedMessages(encode([user("a")]) + [ord("x"), 0] + encode([user("b")]))
 
     draft = trajectory.draft(asked, "", encode_on, behind)
     assert draft.behind is not None and draft.behind.num_tokens == 4
@@ -135,9 +135,8 @@ def test_where_the_template_cannot_go_on_the_tokens_are_compared():
 
 
 def test_addresses_of_requests_depend_on_tokens_images_and_repetitions_alone():
-    first, second, shown = (
-        Tokens([1, 2]), Tokens([3]), Tokens([1, 2], [PlacedImage(0, Picture(b"x"))])
-    )  # fmt: skip
+    first, second = EncodedMessages([1, 2]), EncodedMessages([3])
+    shown = EncodedMessages([1, 2], [PlacedImage(0, Picture(b"x"))])
     one, other = Trajectory("a", 7), Trajectory("b", 7)
     found = [one.address_of(each) for each in (first, second, first, shown)]
     again = [other.address_of(each) for each in (shown, second, first, first)]
