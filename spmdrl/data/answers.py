@@ -315,7 +315,7 @@ class AnswerDataset:
         return self.packed(made, ids, indices, sides)
 
     def mismatched(self, indices: list[int]) -> Batch:
-        """For each labelled answer its prompt with an answer to another prompt."""
+        """Makes a batch of the prompts of labelled answers, each with an answer to another one."""
         made = [self.mismatched_answer(i) for i in indices]
         return self.packed(made, [2 * i + 1 for i in indices], indices, [1])
 

@@ -161,7 +161,7 @@ class PromptSampler:
         return self.order.state_dict() | {"sampler": known}
 
     def load_state_dict(self, state: dict[str, Any], may_differ: bool = False) -> bool:
-        """As PromptOrder.load_state_dict. What is known of the prompts is dropped where their
+        """Does what PromptOrder.load_state_dict does. What is known of the prompts is dropped where their
         number is another one.
         """
         goes_on = self.order.load_state_dict(state, may_differ)
@@ -182,7 +182,7 @@ class PromptSampler:
             self.stats = PromptStats(self.stats.rows, self.config)
 
     def forget_begun(self) -> None:
-        """Whose answers were begun, and will not be ended, may be asked again."""
+        """Lets prompts be asked again whose answers were begun and will not be ended."""
         if self.stats is not None:
             self.stats.waiting[:] = False
             for _, answers in self.queue:
@@ -305,7 +305,7 @@ def hardness_of(rows: PromptRows, strata: list[np.ndarray]) -> np.ndarray:
 
 
 def checked_picks(picked: Any, count: int, length: int) -> list[int]:
-    """What a function of the user's returned. Raises ConfigError where it is no such list."""
+    """Reads what a function of the user's returned. Raises ConfigError where it is no such list."""
     try:
         found = [operator.index(place) for place in picked]
     except TypeError as error:

@@ -1,4 +1,6 @@
-"""What a run knows of each prompt that it may ask: how often it was asked, and its success rate."""
+"""Keeps what a run knows of each prompt that it may ask: how often it was asked, and its success
+rate.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class PromptAnswers(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptRows:
-    """What the rows of a data set say of each prompt; the same on every rank."""
+    """Holds what the rows of a data set say of each prompt; the same on every rank."""
 
     names: tuple[str, ...]  # of the data sources
     source: np.ndarray  # (num_prompts,) int64, a place in `names`
@@ -39,8 +41,8 @@ class PromptRows:
 
 @dataclass
 class PromptStats:
-    """What the answers so far say of each prompt; the same on every rank. Your own sampler is given
-    it, to read.
+    """Holds what the answers so far say of each prompt; the same on every rank. Your own sampler is
+    given it, to read.
 
     Arithmetic is that of float64 without functions of a library, so that it is the same in every
     bit on every machine.
@@ -166,7 +168,7 @@ def walks_in_order(config: SamplerConfig) -> bool:
 
 
 def checked_state(state: Any) -> Any:
-    """What an object of the user's says of its state, as JSON gives it back. Raises ConfigError."""
+    """Returns the state of an object of the user's as JSON gives it back. Raises ConfigError."""
     try:
         return json.loads(json.dumps(state))
     except TypeError as error:

@@ -1,4 +1,6 @@
-"""How long a run is: its steps, which `epochs` and the data may say, and schedules that follow."""
+"""Finds how long a run is: its steps, which `epochs` and the data may say, and the schedules that
+follow from them.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is learnt from a share, or measured in it."""
+    """Says what is learnt from a share, or measured in it."""
 
     loss_fn: LossFn
     # of held-out rows: sums over what this rank has, float64; the same names on all ranks
