@@ -161,8 +161,8 @@ class PromptSampler:
         return self.order.state_dict() | {"sampler": known}
 
     def load_state_dict(self, state: dict[str, Any], may_differ: bool = False) -> bool:
-        """Does what PromptOrder.load_state_dict does. What is known of the prompts is dropped where their
-        number is another one.
+        """Does what PromptOrder.load_state_dict does. What is known of the prompts is dropped where
+        their number is another one.
         """
         goes_on = self.order.load_state_dict(state, may_differ)
         self.forget()
