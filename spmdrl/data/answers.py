@@ -19,7 +19,6 @@ and EOS. The `images` of a row are shown in its prompt, where the model sees any
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,7 +38,7 @@ from spmdrl.data.preferences import conversation, optional
 from spmdrl.data.prompt_fields import check_prompt
 from spmdrl.data.row_reports import unread_tools
 from spmdrl.data.sft import KEPT_TOKENS, SftReader, TokenisedRow, require_eos, text_of
-from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
+from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure, report_overlong
 from spmdrl.data.table_files import (
     MISSING,
     BadRow,
@@ -54,8 +53,6 @@ from spmdrl.types import Batch, Message, Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 Asked = list[Message] | str
 
@@ -252,7 +249,8 @@ class AnswerDataset:
 
         longest = len(reader.keys) * config.max_tokens
         measured = measure(files, size, topology, longest, config.on_bad_row)
-        report_overlong(files, measured, config, topology)
+        what = "rows have a prompt with an answer"
+        report_overlong(files, measured, config.max_tokens, what, topology)
         found = cls(files, measured, reader, labelled)
         if labelled and len(measured.rows) < 2:
             raise ConfigError(
@@ -358,22 +356,3 @@ def divided(measured: Measured, parts: int) -> Measured:
     return replace(
         measured, rows=measured.rows.repeat(parts), num_tokens=num_tokens.reshape(-1)
     )  # fmt: skip
-
-
-def report_overlong(
-    files: Files, measured: Measured, config: AnswerDataConfig, topology: Topology
-) -> None:
-    """Says how many rows are left out for their length. Raises ConfigError where all are."""
-    usable = len(files) - measured.num_bad
-    if len(measured.rows) == 0:
-        raise ConfigError(
-            f"{files.names}: all {usable} rows have a prompt with an answer of more than "
-            f"max_tokens={config.max_tokens} tokens. Raise max_tokens."
-        )
-    left_out = usable - len(measured.rows)
-    if left_out and topology.rank == 0:
-        logger.info(
-            "%d of %d rows have a prompt with an answer of more than max_tokens=%d tokens and were "
-            "left out",
-            *(left_out, len(files), config.max_tokens),
-        )

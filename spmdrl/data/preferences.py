@@ -11,20 +11,19 @@ row are shown by both conversations, where the model sees any.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spmdrl.config import AnswerDataConfig, ConfigError, DataConfig, PreferenceDataConfig
+from spmdrl.config import AnswerDataConfig, DataConfig, PreferenceDataConfig
 from spmdrl.data.chat import Encoded, Encoder, encode_said
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import to_batch
 from spmdrl.data.pictures import open_picture, pictures_of, refuse_single, refuse_videos, with_parts
 from spmdrl.data.prompt_fields import check_prompt
 from spmdrl.data.row_reports import unread_tools
-from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
+from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure, report_overlong
 from spmdrl.data.table_files import (
     MISSING,
     BadRow,
@@ -58,9 +57,6 @@ class Conversation(NamedTuple):
 
     token_ids: list[int]
     images: tuple[Picture, ...]
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -261,17 +257,8 @@ class PreferenceDataset:
             return Size(sum(lens), escaped, left_out=missing)
 
         measured = measure(files, size, topology, 2 * config.max_tokens, config.on_bad_row)
-        if len(measured.rows) == 0:
-            raise ConfigError(
-                f"{files.names}: all {len(files) - measured.num_bad} pairs have a conversation of "
-                f"more than max_tokens={config.max_tokens} tokens. Raise max_tokens."
-            )
-        left_out = len(files) - measured.num_bad - len(measured.rows)
-        if left_out and topology.rank == 0:
-            logger.info(
-                "%d of %d pairs have a conversation of more than max_tokens=%d and were left out",
-                *(left_out, len(files), config.max_tokens),
-            )
+        what = "pairs have a conversation"
+        report_overlong(files, measured, config.max_tokens, what, topology)
         return cls(files, measured, reader)
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from spmdrl.config import ConfigError
 from spmdrl.data.row_reports import report_blind, report_escaped, report_left_out, sum_by_name
 from spmdrl.data.table_files import BAD_ROW, Files, measure_rows
 from spmdrl.distributed.topology import Topology
@@ -19,6 +21,8 @@ from spmdrl.types import Batch
 
 if TYPE_CHECKING:
     from spmdrl.data.images import BatchImages
+
+logger = logging.getLogger(__name__)
 
 NO_ROOM = 2**62  # a length that no row has: of one that is left out for its length
 
@@ -104,3 +108,24 @@ def measure(
         rows, lengths[rows], int((lengths > longest).sum()), int((lengths == BAD_ROW).sum()),
         num_escaped, num_illustrated, left_out,
     )  # fmt: skip
+
+
+def report_overlong(
+    files: Files, measured: Measured, max_tokens: int, what: str, topology: Topology
+) -> None:
+    """Says how many rows are left out for their length. Raises ConfigError where all are.
+
+    what: they have that is too long, such as "pairs have a conversation".
+    """
+    usable = len(files) - measured.num_bad
+    if len(measured.rows) == 0:
+        raise ConfigError(
+            f"{files.names}: all {usable} {what} of more than max_tokens={max_tokens} tokens. "
+            "Raise max_tokens."
+        )
+    left_out = usable - len(measured.rows)
+    if left_out and topology.rank == 0:
+        logger.info(
+            "%d of %d %s of more than max_tokens=%d tokens and were left out",
+            *(left_out, len(files), what, max_tokens),
+        )

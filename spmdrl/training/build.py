@@ -126,10 +126,7 @@ def build(
         if host is None:  # nobody knows what another program's model takes
             check_memory(config, topology.world, rl_planner(prompts.num_tokens, gpu_gib_here()))
     looks = with_replies(looks, config)
-    has_images = looks is not None and looks.per_prompt > 0
-    # an agent's rows have none of the data's images but those that it has sent
-    by_id = prompts.by_id if config.agent is None else no_images
-    images = BatchImages(looks.vision, by_id) if looks and has_images else None
+    images = batch_images(config, looks, prompts)
     trainers = build_trainers(config, runtime, topologies, placement, images, host)
     actor = trainers["actor"]
     with phases("build reward model"):
@@ -345,6 +342,17 @@ def with_replies(looks: ImageLimits | None, config: PpoConfig) -> ImageLimits | 
         if looks is not None and limits.max_images:
             looks = looks.with_replies(limits.max_images, limits.max_image_tokens, section)
     return looks
+
+
+def batch_images(
+    config: PpoConfig, looks: ImageLimits | None, prompts: PromptDataset
+) -> BatchImages | None:
+    """None where no sequence shows an image. An agent's rows have none of the data's but those that
+    it has sent.
+    """
+    if looks is None or not looks.per_prompt:
+        return None
+    return BatchImages(looks.vision, prompts.by_id if config.agent is None else no_images)
 
 
 def shows_more_images(config: PpoConfig) -> bool:

@@ -119,17 +119,15 @@ class ChatEncoders:
         """vision: of a model that sees images."""
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, max_model_len
         self.images = ImageRules(vision, config.agents, "agents", "an agent sent")
-        self.has_parsers = False  # whether vLLM's are imported
         self.kept: OrderedDict[str, ChatEncoder] = OrderedDict()
 
     async def prepare(self, request: ChatRequest) -> None:
         """Imports what reads the calls of tools, which takes seconds, without holding the event
         loop.
         """
-        if request.tools and not self.has_parsers:
+        if request.tools and request.context not in self.kept:
             with contextlib.suppress(ImportError):  # told where the parser is built
                 await asyncio.to_thread(import_parsers)
-            self.has_parsers = True
 
     def of(self, request: ChatRequest) -> ChatEncoder:
         """Raises ApiError for tools that cannot be parsed."""

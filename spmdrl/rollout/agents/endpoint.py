@@ -251,7 +251,7 @@ async def messages(session: Session, body: dict[str, Any]) -> tuple[dict[str, An
 
 async def count_tokens(session: Session, body: dict[str, Any]) -> tuple[dict[str, Any], None]:
     request = anthropic_messages.messages_request({"max_tokens": 1} | body)
-    return {"input_tokens": session.count(request)}, None
+    return {"input_tokens": await session.count(request)}, None
 
 
 def refused(error: ApiError, anthropic: bool) -> Response:

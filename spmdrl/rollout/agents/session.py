@@ -50,8 +50,8 @@ class Session:
                 400, "messages: the last one is the assistant's; a turn cannot be begun for it",
                 "invalid_messages",
             )  # fmt: skip
-        await self.encoders.prepare(request)
-        encoder, draft = self.encoders.of(request), self.draft(request)
+        draft = await self.draft(request)
+        encoder = self.encoders.of(request)
         stop = (*self.params.stop, *request.stop)
         completions = await self.sample(draft, request)
         choices, id = [], new_id()
@@ -92,12 +92,13 @@ class Session:
             choices.append(Choice(message, finish, completion, texts))
         return Answers(self.model, ids, choices, id)
 
-    def count(self, request: ChatRequest) -> int:
+    async def count(self, request: ChatRequest) -> int:
         """Returns the number of tokens of a prompt. Raises ApiError."""
-        return len(self.draft(request).tokens.ids)
+        return len((await self.draft(request)).tokens.ids)
 
-    def draft(self, request: ChatRequest) -> Draft:
+    async def draft(self, request: ChatRequest) -> Draft:
         """Raises ApiError."""
+        await self.encoders.prepare(request)
         encoder = self.encoders.of(request)
         return self.trajectory.draft(
             request.messages, request.context, encoder.encode_all, encoder.encode_behind

@@ -92,7 +92,6 @@ class Trajectory:
     rows: list[Row] = field(default_factory=list)
     last_row: int = 0  # in which the last turn was said
     known: dict[str, KnownTokens] = field(default_factory=dict)  # by the digest of a history
-    num_turns: int = 0  # that were sampled, in all rows
     turns_of: dict[str, list[int]] = field(default_factory=dict)  # by the id of an answer
     times: dict[str, int] = field(default_factory=dict)  # how often the same tokens were asked
 
@@ -167,7 +166,6 @@ class Trajectory:
         if between:
             row.conversation = [*draft.conversation, said]
             row.turns.append(self.num_turns)
-            self.num_turns += 1
         else:  # a text that goes on where the last turn has ended is one turn with it
             *before, last = draft.conversation
             longer = {**last, "content": (last["content"] or "") + said["content"]}
@@ -193,6 +191,11 @@ class Trajectory:
         key = digest_of(tokens)
         self.times[key] = self.times.get(key, -1) + 1
         return f"{key}/{self.times[key]}"
+
+    @property
+    def num_turns(self) -> int:
+        """The number of turns that were sampled, in all rows."""
+        return sum(row.num_turns for row in self.rows)
 
     @property
     def oldest_version(self) -> int | None:

@@ -116,13 +116,12 @@ def check_options(config: PpoConfig) -> None:
     usual = "it is of single answers, and a trajectory may be trained on as several sequences"
     for name, is_on in refused.items():
         require(not is_on, f"{name} does not go with agent: {reasons.get(name, usual)}")
-    command = any(isinstance(agent, CommandAgent) for agent in agents_of(config).values())
     given = {f.name for f in fields(AgentConfig) if f.name.startswith("runner")}
     changed = {
         name for name in given if getattr(config.agents, name) != getattr(AgentConfig(), name)
     }
     require(
-        command or not changed,
+        runs_commands(config) or not changed,
         f"agents.{min(changed, default='')} has no effect: the agent is no command line",
     )
     require(
@@ -130,6 +129,11 @@ def check_options(config: PpoConfig) -> None:
         f"agents.max_staleness={config.agents.max_staleness} has no effect: with "
         "rollout.oversample=1 no trajectory goes on from step to step",
     )
+
+
+def runs_commands(config: PpoConfig) -> bool:
+    """Whether an agent is a command line."""
+    return any(isinstance(agent, CommandAgent) for agent in agents_of(config).values())
 
 
 def check_agent_data(config: PpoConfig, dataset: PromptDataset) -> None:
@@ -148,9 +152,8 @@ def check_agent_data(config: PpoConfig, dataset: PromptDataset) -> None:
         f"data: an image of the prompts has {shown.largest[0]} tokens, more than "
         f"agents.max_image_tokens={limits.max_image_tokens}",
     )
-    command = any(isinstance(agent, CommandAgent) for agent in agents_of(config).values())
     require(
-        not shown.per_prompt or not command,
+        not (shown.per_prompt and runs_commands(config)),
         "data: prompts have images, and a command line is told of its row in its environment, "
         "which has no room for them: let the agent be a function",
     )

@@ -27,20 +27,24 @@ def connections():
 async def ask(base_url, api_key, model, messages, **given):
     body = {"model": model, "messages": messages} | given
     key = {"authorization": f"Bearer {api_key}"}
-    answer = await connections().post(f"{base_url}/chat/completions", json=body, headers=key)
-    return answer.json()["choices"][0]["message"]["content"]
+    found = await connections().post(f"{base_url}/chat/completions", json=body, headers=key)
+    answer = found.json()
+    return answer["choices"][0]["message"]["content"], answer["id"]
 
 async def play(messages, base_url, api_key, model, sample_index):
     '''Three turns, and a conversation beside them; every fourth sample drops what it said.'''
-    asked, score = list(messages), 0.0
+    asked, score, turns = list(messages), 0.0, {}
     for turn in range(3):
-        said = await ask(base_url, api_key, model, asked)
+        said, id = await ask(base_url, api_key, model, asked)
+        turns[id] = 0.125 * turn
         score += sum(letter.isdigit() for letter in said)
         if sample_index == 3:
             said = "cut"
         asked += [{"role": "assistant", "content": said}, reply(turn, sample_index)]
     await ask(base_url, api_key, model, [{"role": "user", "content": "aside"}], max_tokens=4)
-    return {"score": score, "asked": len(asked)}
+    return {"score": score, "asked": len(asked), **({"turns": turns} if PER_TURN else {})}
+
+PER_TURN = False
 
 def reply(turn, sample_index):
     return {"role": "user", "content": f"({turn})"}
@@ -48,8 +52,11 @@ def reply(turn, sample_index):
 config = PpoConfig(
     agent=play,
 """
-SHOWN = """    agents=AgentConfig(max_images=5, max_image_tokens=12),
+SHOWN = """    rewards=RewardConfig(workers=1, per_turn=True),
+    agents=AgentConfig(max_images=5, max_image_tokens=12),
 )
+
+PER_TURN = True
 
 def reply(turn, sample_index):
     import base64
@@ -63,6 +70,8 @@ def reply(turn, sample_index):
 def with_agent(config: str, ends: str = ")\n", max_prompt_tokens: int = 60) -> str:
     """Returns a config file of a task with the agent in place of the reward."""
     config = config.replace("reward=reward,", 'reward="agent",')
+    if "per_turn" in ends:
+        config = config.replace("    rewards=RewardConfig(workers=1),\n", "")
     config = re.sub(r"max_prompt_tokens=\d+", f"max_prompt_tokens={max_prompt_tokens}", config)
     return config.replace("config = PpoConfig(", ASK).rstrip().removesuffix(")") + ends
 
@@ -101,6 +110,7 @@ def test_numbers_do_not_depend_on_the_ranks(folder):
     assert all(row["actor/logprob_diff_max"] < 1e-4 for row in alone)
     assert all(row["actor/ratio_max"] == 1.0 for row in alone)
     # a talk is one row, but where what was said is dropped each turn begins another
+    assert alone[0]["reward/turns"] == 0.125 + 0.25  # by the ids of answers, in all rows
     assert alone[0]["agents/rows"] == (3 * 2 + 4) / 4 and alone[0]["turns/mean"] == 4
     for sample in samples_of(folder / "alone", 1):
         rows = sample["rows"]
@@ -118,10 +128,10 @@ def test_numbers_do_not_depend_on_the_ranks(folder):
 
 def test_trajectories_go_on_in_the_next_step_and_after_a_resume(folder):
     slow = PLAY.replace(
-        "    asked, score =",
+        "    asked, score, turns =",
         "    import asyncio, zlib\n"
         "    await asyncio.sleep(zlib.crc32(f'{messages}{sample_index}'.encode()) % 7 / 7)\n"
-        "    asked, score =",
+        "    asked, score, turns =",
     )
     Path(folder, "slow.py").write_text(slow)
     args = ["--config", "slow.py", "--rollout.oversample", "1.5", "--algo.correction.level",
