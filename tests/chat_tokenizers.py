@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tiny_models import save_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -70,3 +71,17 @@ def num_control(tokenizer: Any, ids: list[int]) -> int:
     """How many of the ids are control tokens."""
     control = {tokenizer.convert_tokens_to_ids(name) for name in ENDS}
     return sum(token in control for token in ids)
+
+
+MARKED_TURNS = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}{{ end or '' }}"
+)
+
+
+def marked_turns(folder: Path) -> Any:
+    """One character is one token; turns are marked. `end`: an option of the template."""
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = MARKED_TURNS
+    return tokenizer

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import save_tokenizer
-from transformers import AutoTokenizer
+from chat_tokenizers import marked_turns
 
 from spmdrl.config import (
     AnswerDataConfig,
@@ -30,15 +29,7 @@ from spmdrl.training.checks.preference import check_preference
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One character is one token; turns are marked."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}<a>{% endif %}"
-    )
-    return tokenizer
+    return marked_turns(tmp_path_factory.mktemp("tokenizer"))
 
 
 def turn(role: str, content: str) -> dict[str, str]:

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny_models import save_qwen3, save_tokenizer
+from chat_tokenizers import marked_turns
+from tiny_models import save_qwen3
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
 )
@@ -41,15 +41,7 @@ from spmdrl.types import Batch
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One character is one token; turns are marked."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}<a>{% endif %}{{ end or '' }}"
-    )
-    return tokenizer
+    return marked_turns(tmp_path_factory.mktemp("tokenizer"))
 
 
 def turn(role: str, content: str) -> dict[str, str]:
