@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl.h
-SHOW_STACKS_S = 4.0  # between SIGABRT, at which Python prints its stacks, and SIGKILL
+SHOW_STACKS_S = 10.0  # at most, between SIGABRT, at which Python prints its stacks, and SIGKILL
 GONE_WITHIN_S = 20.0
 
 
@@ -37,7 +37,7 @@ def run_limited(command: list[str], env: dict[str, str], log: Path, limit_s: flo
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         send(signal.SIGABRT)
-        time.sleep(SHOW_STACKS_S)
+        wait_for_ends(SHOW_STACKS_S)
         return None
     finally:
         end_all()
@@ -48,14 +48,21 @@ def end_all() -> None:
     """Kills all processes below this one. Raises RuntimeError where one does not go."""
     end = time.monotonic() + GONE_WITHIN_S
     while left := send(signal.SIGKILL):
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        wait_for_ends(0.05)
         if time.monotonic() > end:
             raise RuntimeError(
                 f"processes {left} did not end within {GONE_WITHIN_S:.0f} s of SIGKILL"
             )
-        time.sleep(0.05)
+
+
+def wait_for_ends(limit_s: float) -> None:
+    """Returns when no process is below this one, or after `limit_s` seconds."""
+    end = time.monotonic() + limit_s
+    while descendants(os.getpid()) and time.monotonic() < end:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.02)
 
 
 def send(number: int) -> list[int]:
