@@ -180,8 +180,7 @@ def flag_lines(flags: str) -> list[str]:
 
 def entry(module: str, name: str) -> list[str]:
     """Returns the lines about a class, a function or an alias of a module."""
-    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
-    node = definition(ast.parse(source), name)
+    source, node = definition(module, name)
     lines = [f"### `{name}`", ""]
     imported = f"from {module} import {name}"
     if isinstance(node, ast.FunctionDef):
@@ -192,13 +191,18 @@ def entry(module: str, name: str) -> list[str]:
     return [*lines, *code(imported, "", text), *prose(comment_above(source, node.lineno))]
 
 
-def definition(tree: ast.Module, name: str) -> ast.stmt:
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node]
-        names = [getattr(target, "name", getattr(target, "id", None)) for target in targets]
-        if name in names:
-            return node
-    raise ValueError(f"docs/api_reference.py: there is no {name}")
+def definition(module: str, name: str) -> tuple[str, ast.stmt]:
+    """Returns the text of the file that defines a name, and the statement. module: a file, or a
+    folder whose files do.
+    """
+    path = ROOT / module.replace(".", "/")
+    files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    for source in (file.read_text() for file in files):
+        for node in ast.parse(source).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [node]
+            if name in [getattr(part, "name", getattr(part, "id", None)) for part in targets]:
+                return source, node
+    raise ValueError(f"docs/api_reference.py: {module} has no {name}")
 
 
 def members(node: ast.ClassDef, source: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""--help: every field of a config, from the comments that stand beside it in spmdrl/config.py."""
+"""--help: every field of a config, from the comments that stand beside it in spmdrl/config/."""
 
 from __future__ import annotations
 

@@ -1,0 +1,111 @@
+"""A run is a value: the config of each program, of frozen dataclasses, with functions as values."""
+
+from spmdrl.config.algo import (
+    MOVED,
+    Aggregation,
+    AlgoConfig,
+    CorrectionConfig,
+    KlEstimator,
+    SampleFilter,
+)
+from spmdrl.config.base import (
+    Change,
+    ConfigError,
+    DerivedCount,
+    Environment,
+    NotGiven,
+    RewardFn,
+    require,
+)
+from spmdrl.config.data import (
+    AnswerDataConfig,
+    DataConfig,
+    PreferenceDataConfig,
+    SamplerConfig,
+    SftDataConfig,
+)
+from spmdrl.config.programs import (
+    PpoConfig,
+    PreferenceConfig,
+    PreferenceTrainingConfig,
+    RewardTrainingConfig,
+    SftConfig,
+    SupervisedConfig,
+)
+from spmdrl.config.rewards import (
+    JudgeConfig,
+    RewardConfig,
+    RewardModelConfig,
+    SandboxConfig,
+)
+from spmdrl.config.rollout import (
+    CPU_KV_CACHE_MIB,
+    AgentConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    ServeConfig,
+    is_eager,
+)
+from spmdrl.config.run import (
+    REPLACED,
+    TRACKERS,
+    CheckpointConfig,
+    ProfileConfig,
+    RunConfig,
+    Tracker,
+    WeightsConfig,
+)
+from spmdrl.config.training import (
+    LoraConfig,
+    OptimConfig,
+    TrainConfig,
+    checkpointing_of,
+)
+
+__all__ = [
+    "AgentConfig",
+    "Aggregation",
+    "AlgoConfig",
+    "AnswerDataConfig",
+    "CPU_KV_CACHE_MIB",
+    "Change",
+    "CheckpointConfig",
+    "ConfigError",
+    "CorrectionConfig",
+    "DataConfig",
+    "DerivedCount",
+    "Environment",
+    "JudgeConfig",
+    "KlEstimator",
+    "LoraConfig",
+    "MOVED",
+    "MultiTurnConfig",
+    "NotGiven",
+    "OptimConfig",
+    "PpoConfig",
+    "PreferenceConfig",
+    "PreferenceDataConfig",
+    "PreferenceTrainingConfig",
+    "ProfileConfig",
+    "REPLACED",
+    "RewardConfig",
+    "RewardFn",
+    "RewardModelConfig",
+    "RewardTrainingConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SampleFilter",
+    "SamplerConfig",
+    "SandboxConfig",
+    "ServeConfig",
+    "SftConfig",
+    "SftDataConfig",
+    "SupervisedConfig",
+    "TRACKERS",
+    "Tracker",
+    "TrainConfig",
+    "WeightsConfig",
+    "checkpointing_of",
+    "is_eager",
+    "require",
+]

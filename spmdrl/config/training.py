@@ -1,0 +1,109 @@
+"""How a role is trained: optimizer, adapters, engine and its layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and its learning-rate schedule, counted in optimizer steps.
+
+    adamw8bit: both moments in 8 bits. muon: for the matrices of the layers, AdamW for the rest, at
+    one lr, that of AdamW. See docs/optimizers.md.
+    """
+
+    name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    muon_momentum: float = 0.95
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    warmup_ratio: float = 0.0  # share of the run's optimizer steps, in place of warmup_steps
+    # optimizer steps until min_lr_ratio is reached; linear and cosine need it. With `epochs` 0 is
+    # all of the run's
+    decay_steps: int = 0
+    min_lr_ratio: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: a layer computes with W + scale B A, and only A and B are trained.
+
+    scale is alpha / rank. No dropout: old and new logprobs must differ by the update alone.
+    """
+
+    rank: int = 16
+    alpha: int = 32
+    # "all-linear": every linear layer but the head; or the ends of layers' names: ("q_proj",)
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    use_rslora: bool = False  # scale is alpha / sqrt(rank)
+    adapter: str | None = None  # folder of a peft adapter to start from, of the same rank and so on
+    seed: int = 0  # of A; B starts at 0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training role: engine, precision, sharding, memory, optimizer."""
+
+    model: str | None = None  # None: the run's model
+    engine: Literal["fsdp", "megatron"] = "fsdp"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute; main weights, Adam: float32
+    fsdp: int = -1  # of fsdp: ranks that share one copy of the weights; -1: all
+    # of fsdp: give a layer's gathered weights back after its forward pass; False: keep them until
+    # its backward pass, as ZeRO-2 does, which gathers once and not twice
+    reshard_after_forward: bool = True
+    ulysses: int = 1  # of fsdp: ranks that share the tokens of a micro-batch, out of those of fsdp
+    # ranks that share the experts of a layer, out of the data-parallel ones (of fsdp: of those that
+    # share a copy of the weights). docs/experts.md
+    expert_parallel: int = 1
+    # the layout of megatron; what the degrees leave is data parallel
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False  # splits norms' activations over the tensor-parallel ranks
+    pipeline_parallel: int = 1
+    virtual_pipeline: int = 1  # model chunks per pipeline rank; above 1: interleaved 1F1B
+    # layers of the first and of the last stage, where pipeline_parallel divides them not or badly;
+    # None: as many as each of the other stages has
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    context_parallel: int = 1  # ranks that share the tokens of a sequence
+    expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
+    # of megatron, of the actor: weight of the loss of the model's layers for multi-token
+    # prediction, which then learn to predict what the policy says; 0: they stay as they are.
+    # docs/megatron_families.md
+    mtp_loss_scaling_factor: float = 0.0
+    micro_batch_tokens: int = 16384  # per rank and forward pass; ranks that share have the sum
+    kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE
+    attention: Literal["auto", "flash_attn", "torch"] = "auto"  # of fsdp, on GPUs in bfloat16
+    compile: bool = False  # of fsdp: torch.compile of each decoder layer
+    # of fsdp: tokens with which the sequences of a group begin, their prompt, are computed once in
+    # a micro-batch; auto: where the model can. docs/shared_prefix.md
+    shared_prefix: bool | Literal["auto"] = "auto"
+    # True: keep only the input of every layer; selective: also what costs most to compute again;
+    # auto: True on GPUs, False on CPUs and with activation_offload. docs/training.md
+    activation_checkpointing: bool | Literal["selective", "auto"] = "auto"
+    activation_offload: bool = False  # of fsdp: what is kept for the backward pass, to the CPU
+    offload_params: bool = False  # to the CPU while the role is idle
+    offload_optimizer: bool = False
+    # of fsdp: weights, gradients and optimizer stay on the CPU, also while the role works, and the
+    # optimizer steps there; a layer's weights are on the device while it is computed
+    offload_policy: bool = False
+    ema: float = 0.0  # decay per optimizer step of a moving average of the weights; 0: none
+    # of the actor, whose model has experts. R3: its passes send each token to the experts that the
+    # rollout engine sent it to (rollout routing replay); None: to those that it chooses itself.
+    # docs/experts.md
+    router_replay: Literal["R3"] | None = None
+    lora: LoraConfig | None = None  # train adapters only. docs/lora.md
+    freeze_vision: bool = False  # of a model that sees images: its tower stays as it is
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+def checkpointing_of(role: TrainConfig, on_gpu: bool) -> bool | Literal["selective"]:
+    """Returns what activation_checkpointing means where the role is trained."""
+    if role.activation_checkpointing != "auto":
+        return role.activation_checkpointing
+    return on_gpu and not role.activation_offload
