@@ -1,6 +1,7 @@
 import gc
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -15,6 +16,9 @@ from ranks import ENGINE_ENV, STRICT
 # seconds, and there are hundreds
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# a shell starts its background jobs with SIGINT ignored, which children would inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for name, value in ENGINE_ENV.items():
     os.environ.setdefault(name, value)
