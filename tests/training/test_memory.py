@@ -101,7 +101,7 @@ def test_memory_does_not_grow_with_new_shapes(tmp_path):
 
 def test_the_dry_run_foretells_the_memory_of_a_larger_model(tmp_path):
     """47 million weights, whose tensors are mappings of their own."""
-    write(tmp_path, LARGER, rows=8, steps=6, every=0, tokens=1024)
+    write(tmp_path, LARGER, rows=8, steps=2, every=0, tokens=1024)
     planned, _ = foretold(tmp_path)
     _, peak = program(tmp_path)
     assert planned == pytest.approx(peak, rel=0.15)
