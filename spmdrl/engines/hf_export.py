@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from spmdrl.checkpoint.format import damage
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.classifier import is_classifier
-from spmdrl.engines.fsdp.lora import (
+from spmdrl.engines.fsdp.lora_files import (
     adapter_tensors,
     lora_of,
     merged_sources,

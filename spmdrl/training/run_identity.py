@@ -76,7 +76,7 @@ def identity(config: RunConfig, tokenizer: Any, files: Iterable[Files] = ()) -> 
         for name, role in training_roles(config).items():
             if name == "ref" or role.model is not None:
                 path = role.model or config.model
-                # those of a base of adapters are compared one by one: engines/fsdp/lora.py
+                # those of a base of adapters are compared one by one: engines/fsdp/lora_files.py
                 is_base = config.actor.lora is not None and path == config.model
                 weigh = name == "ref" and not is_base
                 found["models"][name] = model_print(path, with_weights=weigh)
@@ -90,7 +90,7 @@ def identity(config: RunConfig, tokenizer: Any, files: Iterable[Files] = ()) -> 
 
 def has_reference(config: RunConfig) -> bool:
     """Whether the weights that the model had at the start are those of a reference, too. Those of a
-    base of adapters are compared one by one: engines/fsdp/lora.py.
+    base of adapters are compared one by one: engines/fsdp/lora_files.py.
     """
     return (
         isinstance(config, PreferenceTrainingConfig)

@@ -179,13 +179,8 @@ def test_peft_reads_what_we_write_and_we_what_peft_writes(qwen3, adapter, tmp_pa
     from transformers import AutoModelForCausalLM
 
     from spmdrl.engines.fsdp import layers
-    from spmdrl.engines.fsdp.lora import (
-        ADAPTER,
-        IN_LAYER,
-        adapters_off,
-        add_adapters,
-        write_adapter,
-    )
+    from spmdrl.engines.fsdp.lora import ADAPTER, IN_LAYER, adapters_off, add_adapters
+    from spmdrl.engines.fsdp.lora_files import write_adapter
     from spmdrl.engines.fsdp.model import build_model
 
     _, ids, want = adapter
@@ -256,7 +251,8 @@ def test_a_merged_export_has_the_biases_of_routers(tmp_path):
     """They are buffers, which transformers reads as 0 where the files have none."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    from spmdrl.engines.fsdp.lora import fingerprint, merged_sources
+    from spmdrl.engines.fsdp.lora import fingerprint
+    from spmdrl.engines.fsdp.lora_files import merged_sources
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 98,
              "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4,

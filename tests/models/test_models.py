@@ -26,7 +26,8 @@ from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.engines.fsdp.layer_kinds import per_sequence_layers
 from spmdrl.engines.fsdp.layers import use_triton
-from spmdrl.engines.fsdp.lora import adapt_layers, peft_config, target_layers, write_adapter
+from spmdrl.engines.fsdp.lora import adapt_layers, peft_config, target_layers
+from spmdrl.engines.fsdp.lora_files import write_adapter
 from spmdrl.engines.fsdp.model import logit_factor
 from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
 from spmdrl.engines.fsdp.trial import (

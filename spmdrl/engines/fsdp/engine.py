@@ -33,14 +33,8 @@ from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
 from spmdrl.engines.fsdp.attention import Packing
 from spmdrl.engines.fsdp.experts import check_experts, split_experts
 from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
-from spmdrl.engines.fsdp.lora import (
-    BASE_FILE,
-    Adapters,
-    adapters_off,
-    add_adapters,
-    check_base,
-    save_adapter,
-)
+from spmdrl.engines.fsdp.lora import Adapters, adapters_off, add_adapters
+from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base, save_adapter
 from spmdrl.engines.fsdp.model import (
     TokenPolicy,
     TokenReward,

@@ -12,10 +12,9 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +28,12 @@ from transformers import PreTrainedConfig
 
 from spmdrl.cli.hub_names import model_name, name_of
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
-from spmdrl.distributed.collectives import broadcast_object
-from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.compat import taken_for_experts, turn_adapter
-from spmdrl.engines.fsdp.model import build_model
 from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent
-from spmdrl.engines.fsdp.weight_files import open_weights
-from spmdrl.hub.download import local_model
-from spmdrl.hub.hf_folder import (
-    auto_class,
-    keep_tower,
-    load_hf_config,
-    meta_model,
-    sees_images,
-    towers,
-)
-from spmdrl.weights.buffers import kept_tensors, persistent_buffers
+from spmdrl.hub.hf_folder import meta_model, sees_images, towers
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
 from spmdrl.weights.shards import Derived, LowRank, Shards, shards_by_part, shards_of
-from spmdrl.weights.transfer import gathered
 
-BASE_FILE = "lora.json"  # in a role's folder of a checkpoint: what its adapters belong to
 PEFT_PREFIX = "base_model.model."
 IN_LAYER = ("lora_A.default.weight", "lora_B.default.weight")  # peft's names of A and B
 
@@ -364,7 +348,7 @@ def adapter_count(config: PreTrainedConfig, role: TrainConfig) -> int:
     return sum(role.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
-# ---- on disk
+# ---- the fingerprint of the base
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
@@ -385,160 +369,3 @@ def fingerprint_of_sums(shapes: Mapping[str, tuple[int, ...]], sums: Mapping[str
     for name in sorted(shapes):
         digest.update(f"{name} {shapes[name]} {sums[name]}\n".encode())
     return digest.hexdigest()
-
-
-def read_base(folder: Path) -> dict[str, Any] | None:
-    """Reads what a role's folder of a checkpoint says of its adapters; None for a model."""
-    file = Path(folder, BASE_FILE)
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-
-
-def check_base(adapters: Adapters | None, folder: Path, topology: Topology) -> None:
-    """Raises ConfigError where the checkpoint's adapters are not this run's. Collective."""
-    problem = difference(adapters, folder) if topology.rank == 0 else None
-    problem = broadcast_object(problem, topology.control)
-    if problem is not None:
-        raise ConfigError(problem)
-
-
-def difference(adapters: Adapters | None, folder: Path) -> str | None:
-    saved = read_base(folder)
-    if saved is None and adapters is None:
-        return None
-    if adapters is None:
-        assert saved is not None
-        return (
-            f"{folder} holds adapters of rank {saved['rank']}, and this run has no lora: set it, "
-            "or export the checkpoint (python -m spmdrl.export) and start from that model"
-        )
-    if saved is None:
-        return (
-            f"{folder} holds a whole model, and this run trains adapters: export it (python -m "
-            "spmdrl.export) and start from that model, or leave lora out"
-        )
-    mine = adapters.identity()
-    if saved["fingerprint"] != mine["fingerprint"]:
-        return (
-            f"{folder} holds adapters of the base {saved['model']} (fingerprint "
-            f"{saved['fingerprint'][:12]}); this run's base {mine['model']} has other weights "
-            f"({mine['fingerprint'][:12]}): set model to the former"
-        )
-    for key in ("rank", "alpha", "use_rslora"):
-        if saved[key] != mine[key]:
-            return f"{folder} was written with lora.{key}={saved[key]}, this run has {mine[key]}"
-    if saved["layers"] != mine["layers"]:
-        return (
-            f"{folder} has adapters on {len(saved['layers'])} layers, this run on "
-            f"{len(mine['layers'])}: lora.target_modules, or freeze_vision, is not what it was"
-        )
-    return None
-
-
-def lora_of(saved: Mapping[str, Any]) -> LoraConfig:
-    """The config of a checkpoint's adapters; `saved` is what `read_base` gives."""
-    targets = saved["target_modules"]
-    targets = targets if targets == "all-linear" else tuple(targets)
-    return LoraConfig(saved["rank"], saved["alpha"], targets, saved["use_rslora"])
-
-
-def adapter_tensors(
-    read: Callable[[str], Tensor], saved: Mapping[str, Any]
-) -> dict[str, Tensor]:  # fmt: skip
-    """Returns `<layer>.lora_A.weight` and `<layer>.lora_B.weight` of a checkpoint. read: a function
-    that reads a tensor of it by its name.
-    """
-    return {
-        layer + part: read(f"hf.{layer}.{inner}")
-        for layer in saved["layers"]
-        for part, inner in zip(ADAPTER, IN_LAYER, strict=True)
-    }
-
-
-def merged_sources(
-    adapters: Mapping[str, Tensor], saved: Mapping[str, Any], base: str
-) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
-    """Yields of each parameter and each buffer that files hold its name, its shape and a function
-    that reads it in float32: the base as it was held, and scale B A. base: where it lies now; "":
-    where it lay. Raises ConfigError where the base is not there, or is another model.
-    """
-    path = local_model("base" if base else "the base of these adapters", base or saved["model"])
-    if not Path(path).is_dir():
-        raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
-    if any("language_model" in layer for layer in saved["layers"]):
-        keep_tower(path)
-    shapes, buffers, read_tensor = tensors_of(path)
-    sums = {name: checksum(read_tensor(name)) for name in shapes}
-    if fingerprint_of_sums(shapes, sums) != saved["fingerprint"]:
-        raise ConfigError(f"{path} has not the weights that these adapters were trained on")
-    dtype, scale = getattr(torch, saved["dtype"]), scale_of(lora_of(saved))
-
-    def read(name: str) -> Tensor:
-        weight = read_tensor(name).to(dtype).float()
-        layer = name.removesuffix(".weight")
-        if layer + ADAPTER[0] in adapters:
-            a, b = (adapters[layer + part] for part in ADAPTER)
-            weight.addmm_(b, a, alpha=scale)
-        return weight
-
-    for name, shape in shapes.items():
-        yield name, shape, partial(read, name)
-    for name, shape in buffers.items():  # biases of routers, which stay in their own dtype
-        yield name, shape, partial(read_tensor, name)
-
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-def tensors_of(model: str) -> tuple[Shapes, Shapes, Callable[[str], Tensor]]:
-    """Returns the shapes of a language model's parameters, those of its buffers that files hold,
-    and a function that reads one of either in float32.
-
-    One is in memory at a time, but where its files cannot be read by rows.
-    """
-    shell = build_model(model, full=False, has_head=True)
-    files = open_weights(model, shell, has_head=True)
-    shapes = {name: tuple(parameter.shape) for name, parameter in shell.named_parameters()}
-    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(shell).items()}
-    if files is not None:
-        lengths = {n: shape[0] if shape else 0 for n, shape in (shapes | buffers).items()}
-        return shapes, buffers, lambda name: files.rows(name, 0, lengths[name]).float()
-    auto = auto_class(load_hf_config(model))
-    hf = auto.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
-    weights = {name: tensor.detach() for name, tensor in kept_tensors(hf).items()}
-    return shapes, buffers, lambda name: weights[name].float().clone()
-
-
-def save_adapter(
-    adapters: Adapters, named: Mapping[str, Shards], topology: Topology, folder: Path
-) -> None:
-    """Writes the adapters as peft has them. named: A and B, unscaled, by the names of ADAPTER.
-    Collective over the topology.
-    """
-    first = topology.rank == 0
-    tensors = gathered(named, torch.float32, 64 << 20, topology)
-    kept = {name: tensor.cpu().clone() for name, tensor in tensors if first}
-    if first:
-        write_adapter(folder, kept, adapters.config, adapters.layers, adapters.model)
-
-
-def write_adapter(
-    folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, layers: Sequence[str], model: str
-) -> None:
-    """adapter_config.json and adapter_model.safetensors; peft.PeftModel.from_pretrained reads it.
-
-    tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, unscaled.
-    """
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    targets: Sequence[str] = sorted({name.rpartition(".")[2] for name in layers})
-    # peft's own "all-linear" may mean other layers; a list of ends means these in peft and vLLM
-    if lora.target_modules != "all-linear":
-        targets = lora.target_modules
-    if any("language_model" in name for name in layers):  # a vision tower's may have the same ends
-        targets = layers
-    config = peft_config(lora, targets, model)
-    config.inference_mode = True
-    config.save_pretrained(folder)
-    state = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(state, Path(folder, "adapter_model.safetensors"), metadata={"format": "pt"})

@@ -28,7 +28,7 @@ from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import host_copies as staging
 from spmdrl.engines.fsdp.classifier import is_classifier
-from spmdrl.engines.fsdp.lora import BASE_FILE, check_base
+from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base
 from spmdrl.engines.fsdp.optimizers import require_same_optimizer
 from spmdrl.engines.host_copies import HostCopies, StagedShards
 from spmdrl.engines.megatron import compat, ema

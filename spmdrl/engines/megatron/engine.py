@@ -31,7 +31,7 @@ from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import LossFn
-from spmdrl.engines.fsdp.lora import save_adapter
+from spmdrl.engines.fsdp.lora_files import save_adapter
 from spmdrl.engines.fsdp.model import require_given
 from spmdrl.engines.host_copies import HostCopies
 from spmdrl.engines.lr_schedule import learning_rate

@@ -19,7 +19,7 @@ from test_megatron_engine import (
 from training_batches import CONFIG, LENS, whole_batch
 
 from spmdrl.config import ConfigError, LoraConfig, OptimConfig
-from spmdrl.engines.fsdp.lora import adapter_tensors, read_base
+from spmdrl.engines.fsdp.lora_files import adapter_tensors, read_base
 from spmdrl.engines.hf_export import load_full, reader_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
