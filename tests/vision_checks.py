@@ -12,8 +12,8 @@ from spmdrl.config import DataConfig
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import empty_batch
 from spmdrl.data.pictures import open_picture
-from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.model import TokenPolicy
+from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.types import Batch, Picture, Prompt
 
@@ -53,7 +53,7 @@ def logprobs_packed(model: Any, batch_images: BatchImages, batch: Batch) -> torc
     lens = batch.seq_lens.tolist()
     rows = torch.cat([torch.arange(1, n) + sum(lens[:i]) for i, n in enumerate(lens)])
     positions = torch.cat([torch.arange(n) for n in lens])
-    packing = attention.Packing.build(batch.seq_lens, torch.device("cpu"))
+    packing = Packing.build(batch.seq_lens, torch.device("cpu"))
     found, *_ = TokenPolicy(model)(
         batch.token_ids, positions, packing, rows - 1, batch.token_ids[rows], 1.0,
         scene=batch_images.scene(batch),

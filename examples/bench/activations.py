@@ -24,6 +24,7 @@ from spmdrl.config import TrainConfig
 from spmdrl.engines.fsdp import attention, layers
 from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.engines.fsdp.model import backbone_hidden
+from spmdrl.engines.fsdp.packed_rows import Packing
 
 MODES: tuple[Any, ...] = (False, "selective", True)
 SIZES = {
@@ -65,7 +66,7 @@ def main(seqs: int = 4, length: int | None = None, runs: int = 7) -> None:
     """length: tokens of every sequence; 256 on a CPU, 4096 on a GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lens = torch.full((seqs,), length or (4096 if device.type == "cuda" else 256))
-    packing = attention.Packing.build(lens, device)
+    packing = Packing.build(lens, device)
     positions = torch.cat([torch.arange(n) for n in lens.tolist()]).to(device)
     token_ids = torch.randint(3, 60, (int(lens.sum()),), device=device)
     models = {how: built(device, how) for how in MODES}

@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from spmdrl.data.shared_prefix import SharedRow, Unit
-from spmdrl.engines.fsdp import attention
+from spmdrl.engines.fsdp import attention, packed_rows
 from spmdrl.engines.fsdp.model import TokenPolicy, chosen_states
+from spmdrl.engines.fsdp.packed_rows import Packing
 
 SIZES = {
     "vocab_size": len(CHARS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -66,7 +67,7 @@ def test_packed_logprobs_and_gradients_match_transformers(name):
     seq_lens = torch.tensor(lens)
     rows = torch.cat([torch.arange(1, n) + sum(lens[:i]) for i, n in enumerate(lens)])
     positions = torch.cat([torch.arange(n) for n in lens])
-    packing = attention.Packing.build(seq_lens, torch.device("cpu"))
+    packing = Packing.build(seq_lens, torch.device("cpu"))
     use_fast_linear(model)
     use_fast_rms_norm(model)
     assert any(isinstance(m, FastRmsNorm) for m in model.modules()) == (
@@ -81,10 +82,10 @@ def test_packed_logprobs_and_gradients_match_transformers(name):
         torch.testing.assert_close(p.grad, want_grads[n], rtol=1e-4, atol=1e-4, msg=n)
 
 
-@pytest.mark.parametrize("most", [attention.MAX_MASK, 0], ids=["masks", "no mask"])
+@pytest.mark.parametrize("most", [packed_rows.MAX_MASK, 0], ids=["masks", "no mask"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prefix_that_is_computed_once_changes_no_logprob_and_no_gradient(name, most, monkeypatch):
-    monkeypatch.setattr(attention, "MAX_MASK", most)
+    monkeypatch.setattr(packed_rows, "MAX_MASK", most)
     torch.manual_seed(1)
     model = MODELS[name]().train()
     drawn = [torch.randint(3, len(CHARS), (n,)) for n in (14, 6, 3)]
@@ -108,7 +109,7 @@ def test_a_prefix_that_is_computed_once_changes_no_logprob_and_no_gradient(name,
     model.set_attn_implementation(attention.NAME)
     row = SharedRow.build(lens, units)
     assert len(row.tokens) == len(tokens) - 2 * 14 - 6 - 2 * 3
-    packing = attention.Packing.build(
+    packing = Packing.build(
         row.run_lens, torch.device("cpu"), prefixes=row.prefixes
     )  # fmt: skip
     behind = [group.keys.masked for group in packing.groups if group.keys is not None]
@@ -128,7 +129,7 @@ def test_long_answers_behind_a_prefix_have_no_mask():
         torch.tensor([500, 4000, 3800, 200, 60, 50]),
         torch.tensor([-1, 0, 0, -1, 3, 3]),
     )
-    packing = attention.Packing.build(lens, torch.device("cpu"), prefixes=prefixes)
+    packing = Packing.build(lens, torch.device("cpu"), prefixes=prefixes)
     behind = [group for group in packing.groups if group.keys is not None]
     assert [(g.keys.masked, g.num_seqs, g.length) for g in behind] == [
         (False, 2, 4500), (True, 2, 60),
@@ -154,7 +155,7 @@ def test_the_varlen_row_has_each_prefix_before_every_answer():
     """What flash attention is told on GPUs: here by torch's attention, sequence by sequence."""
     torch.manual_seed(2)
     lens, prefixes = torch.tensor([4, 3, 1, 5, 2]), torch.tensor([-1, 0, 0, -1, 3])
-    packing = attention.Packing.build(lens, torch.device("cpu"), prefixes=prefixes)
+    packing = Packing.build(lens, torch.device("cpu"), prefixes=prefixes)
     tensors = [torch.randn(1, h, 15, 8, requires_grad=True) for h in (4, 2, 2)]
     want = attention.packed_attention(torch.nn.Module(), *tensors, None, packing)[0]
     want.square().sum().backward()
@@ -182,7 +183,7 @@ def test_the_varlen_row_has_each_prefix_before_every_answer():
 
 def test_groups_waste_little_padding():
     lens = torch.randint(1, 500, (64,), generator=torch.Generator().manual_seed(0))
-    groups = attention.Packing.build(lens, torch.device("cpu")).groups
+    groups = Packing.build(lens, torch.device("cpu")).groups
     padded = sum(g.num_seqs * g.length for g in groups)
     assert padded < 1.25 * int(lens.sum())
     assert all(len(g.slots) + len(g.holes) == g.num_seqs * g.length for g in groups)
@@ -192,7 +193,7 @@ def test_groups_waste_little_padding():
 
 def test_what_it_cannot_do_is_refused():
     q = torch.zeros(1, 2, 3, 8)
-    packing = attention.Packing.build(torch.tensor([3]), torch.device("cpu"))
+    packing = Packing.build(torch.tensor([3]), torch.device("cpu"))
     with pytest.raises(ValueError, match="do not hand on where the sequences"):
         attention.packed_attention(torch.nn.Module(), q, q, q, None)
     with pytest.raises(ValueError, match=r"softcap=5\.0; flash-attn has it"):
@@ -240,7 +241,7 @@ def test_sinks_on_a_flash_kernel_are_those_of_the_plain_form(window, monkeypatch
     monkeypatch.setattr(attention, "varlen_forward", plain_varlen)
     monkeypatch.setattr(attention, "varlen_backward", plain_varlen_backward)
     torch.manual_seed(0)
-    packing = attention.Packing.build(torch.tensor([9, 1, 14]), torch.device("cpu"))
+    packing = Packing.build(torch.tensor([9, 1, 14]), torch.device("cpu"))
     tensors = [torch.randn(1, 4, 24, 8, requires_grad=True) for _ in range(3)]
     sinks = torch.randn(4, requires_grad=True)
     up = torch.randn(1, 24, 4, 8)

@@ -14,6 +14,7 @@ from spmdrl.config import ConfigError, PpoConfig, TrainConfig
 from spmdrl.engines.fsdp import attention, layers
 from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.engines.fsdp.model import backbone_hidden
+from spmdrl.engines.fsdp.packed_rows import Packing
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 REFUSED = [
@@ -155,7 +156,7 @@ def test_flash_attn_is_asked_for_what_the_padded_form_computes(monkeypatch, wind
     module.flash_attn_varlen_func = plain_flash_attn
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     lens = torch.randint(1, 30, (7,))
-    packing = attention.Packing.build(lens, CPU)
+    packing = Packing.build(lens, CPU)
     q, k, v = (torch.randn(1, heads, int(lens.sum()), 16) for heads in (6, 2, 2))
     got = layers.flash_attn_varlen(q, k, v, packing, 0.3, window, softcap)
     want = attention._padded(q, k, v, packing, 0.3, window, softcap)
@@ -189,7 +190,7 @@ def test_selective_checkpointing_keeps_less_than_none_and_more_than_full():
         num_attention_heads=2, num_key_value_heads=2,
     )  # fmt: skip
     lens = torch.randint(20, 60, (6,))
-    packing, num_tokens = attention.Packing.build(lens, CPU), int(lens.sum())
+    packing, num_tokens = Packing.build(lens, CPU), int(lens.sum())
     positions = torch.cat([torch.arange(n) for n in lens.tolist()])
     token_ids = torch.randint(3, 60, (num_tokens,))
     found = []
@@ -231,7 +232,7 @@ def test_inductor_computes_the_same():
     layers.use_kernels(model, config, CPU)
 
     def run(lens):
-        packing = attention.Packing.build(torch.tensor(lens), CPU)
+        packing = Packing.build(torch.tensor(lens), CPU)
         positions = torch.cat([torch.arange(n) for n in lens])
         draw = torch.Generator().manual_seed(sum(lens))
         ids = torch.randint(3, 60, (sum(lens),), generator=draw)

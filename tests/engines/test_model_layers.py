@@ -30,6 +30,7 @@ from triton_tests import DEVICE, READY, no_worse, run_interpreted
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp import attention, layers
 from spmdrl.engines.fsdp.model import backbone_hidden
+from spmdrl.engines.fsdp.packed_rows import Packing
 
 SIZES = {
     "vocab_size": len(CHARS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -78,7 +79,7 @@ def passed(model, seed=1):
     lens = torch.randint(1, 12, (3,), generator=draw)
     ids = torch.randint(3, len(CHARS), (int(lens.sum()),), generator=draw).to(DEVICE)
     positions = torch.cat([torch.arange(n) for n in lens.tolist()]).to(DEVICE)
-    packing = attention.Packing.build(lens, torch.device(DEVICE))
+    packing = Packing.build(lens, torch.device(DEVICE))
     model.zero_grad()
     out = backbone_hidden(model, ids, positions, packing)
     (out * torch.randn(out.shape, generator=draw).to(DEVICE)).sum().backward()

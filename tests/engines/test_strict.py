@@ -32,8 +32,8 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.fsdp.attention import Packing
 from spmdrl.engines.fsdp.model import TokenPolicy, build_model
+from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.rollout.base import Completion, Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine

@@ -77,10 +77,11 @@ def test_packed_logprobs_match_transformers(topology, model):
 def test_flash_and_padded_attention_agree_in_value_and_gradient(prefixes, window):
     """Flash attention aligns the last query with the last key, as copies of a prefix want it."""
     from spmdrl.engines.fsdp import attention
+    from spmdrl.engines.fsdp.packed_rows import Packing
 
     lens = torch.tensor([40, 130, 1, 64, 33])
     shared = None if prefixes is None else torch.tensor(prefixes)
-    packing = attention.Packing.build(lens, torch.device("cuda"), prefixes=shared)
+    packing = Packing.build(lens, torch.device("cuda"), prefixes=shared)
     shapes = [(1, 8, int(lens.sum()), 64), (1, 2, int(lens.sum()), 64), (1, 2, int(lens.sum()), 64)]
     half = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
     full = [t.detach().float().requires_grad_() for t in half]
@@ -98,8 +99,9 @@ def test_flash_and_padded_attention_agree_in_value_and_gradient(prefixes, window
 @pytest.mark.parametrize("window", [None, 16])
 def test_flash_and_padded_attention_agree_about_sinks(window):
     from spmdrl.engines.fsdp import attention
+    from spmdrl.engines.fsdp.packed_rows import Packing
 
-    packing = attention.Packing.build(torch.tensor([40, 130, 1, 64]), torch.device("cuda"))
+    packing = Packing.build(torch.tensor([40, 130, 1, 64]), torch.device("cuda"))
     shapes = [(1, 8, 235, 64), (1, 2, 235, 64), (1, 2, 235, 64), (8,)]
     half = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
     full = [t.detach().float().requires_grad_() for t in half]

@@ -30,8 +30,8 @@ from spmdrl.data.reply_images import (
     with_images,
 )
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.model import TokenPolicy, build_model
+from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.answer_codec import resume
@@ -264,7 +264,7 @@ def trainer_logprobs(model: Any, images: BatchImages, batch: Any) -> torch.Tenso
     lens = batch.seq_lens.tolist()
     rows = torch.cat([torch.arange(1, n) + sum(lens[:i]) for i, n in enumerate(lens)])
     positions = torch.cat([torch.arange(n) for n in lens])
-    packing = attention.Packing.build(batch.seq_lens, torch.device("cpu"))
+    packing = Packing.build(batch.seq_lens, torch.device("cpu"))
     with torch.no_grad():
         found, *_ = TokenPolicy(model)(
             batch.token_ids, positions, packing, rows - 1, batch.token_ids[rows], 1.0,

@@ -30,7 +30,6 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
-from spmdrl.engines.fsdp.attention import Packing
 from spmdrl.engines.fsdp.experts import check_experts, split_experts
 from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.lora import Adapters, adapters_off, add_adapters
@@ -44,6 +43,7 @@ from spmdrl.engines.fsdp.model import (
 )
 from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
+from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
 from spmdrl.engines.fsdp.prefix_sharing import units_for
 from spmdrl.engines.fsdp.router_replay import Routers

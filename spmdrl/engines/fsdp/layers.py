@@ -33,6 +33,7 @@ from spmdrl.distributed.accelerator import require_compiler
 from spmdrl.distributed.torch_compat import copy_with
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.compat import apply_liger, liger_model_types
+from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.hub.hf_folder import sees_images
 from spmdrl.hub.tiny_config import FAILURES
 
@@ -308,7 +309,7 @@ def use_attention(hf: PreTrainedModel, config: TrainConfig, device: torch.device
 
 
 def flash_attn_varlen(
-    query: Tensor, key: Tensor, value: Tensor, packing: attention.Packing, scaling: float | None,
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None,
     sliding_window: int | None, softcap: float | None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The flash-attn package (version 2.6 or later); shapes are those of packed_attention."""

@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 from spmdrl.config import ConfigError
 from spmdrl.data.images import ImageInputs
 from spmdrl.engines.fsdp import attention
+from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.hub.hf_folder import (
     auto_class,
     check_files,
@@ -58,7 +59,7 @@ class TokenPolicy(nn.Module):
         self.logit_factor = logit_factor(text)
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
+        self, token_ids: Tensor, position_ids: Tensor, packing: Packing, states: Tensor,
         targets: Tensor, temperature: float, pi_squared: bool = False,
         scene: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -100,7 +101,7 @@ class TokenValue(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
+        self, token_ids: Tensor, position_ids: Tensor, packing: Packing, states: Tensor,
         scene: ImageInputs | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns (n,) float32 values of the states after tokens `states`."""
@@ -116,7 +117,7 @@ class TokenReward(nn.Module):
         self.hf = hf
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
+        self, token_ids: Tensor, position_ids: Tensor, packing: Packing, states: Tensor,
         scene: ImageInputs | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns (n,) float32: its output of what ends with tokens `states`."""
@@ -127,7 +128,7 @@ class TokenReward(nn.Module):
 
 
 def backbone_hidden(
-    hf: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing,
+    hf: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, packing: Packing,
     scene: ImageInputs | None = None,
 ) -> Tensor:  # fmt: skip
     """Last hidden state of every token: (num_tokens, hidden_size)."""

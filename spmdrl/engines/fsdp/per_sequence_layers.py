@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spmdrl.distributed.torch_compat import beside_checkpointing
-from spmdrl.engines.fsdp.attention import Packing, Pad, PaddedGroup, Unpad
+from spmdrl.engines.fsdp.packed_rows import Packing, Pad, PaddedGroup, Unpad
 from spmdrl.hub.transformers_compat import set_attention_name, undivided_layers
 
 # kinds of layers, in the words of transformers' configs, that attention.py computes

@@ -16,7 +16,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from spmdrl.config import ConfigError
-from spmdrl.engines.fsdp.attention import Packing, from_padded, packed_attention, to_padded
+from spmdrl.engines.fsdp.attention import packed_attention
+from spmdrl.engines.fsdp.packed_rows import Packing, from_padded, to_padded
 from spmdrl.engines.fsdp.strict_experts import FORMS as EXPERT_FORMS
 from spmdrl.engines.fsdp.strict_experts import product_shapes
 

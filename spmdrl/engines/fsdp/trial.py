@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from spmdrl.config import ConfigError
-from spmdrl.engines.fsdp.attention import NAME, Packing
+from spmdrl.engines.fsdp.attention import NAME
 from spmdrl.engines.fsdp.model import TokenPolicy, without_noise
+from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
 from spmdrl.hub.hf_folder import meta_model
 from spmdrl.hub.tiny_config import FAILURES, LAYERS, VOCAB, tiny_config

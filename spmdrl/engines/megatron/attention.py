@@ -22,6 +22,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.layers import flash_attn_varlen
+from spmdrl.engines.fsdp.packed_rows import Packing, VarlenRow
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def packed_params(
         cu_seqlens_kv_padded=cu, max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
     if cp_size == 1:
-        params.layout = attention.Packing.build(seq_lens, device)
+        params.layout = Packing.build(seq_lens, device)
     else:
         params.layout = _segments(seq_lens, cp_size, cp_rank, device)
     return params
@@ -198,7 +199,7 @@ class PackedAttention(nn.Module):
         width = value.shape[-1]
         value = pad(value, (0, query.shape[-1] - width))
         q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
-        row = attention.VarlenRow(
+        row = VarlenRow(
             segments.cu_queries, max(segments.query_lens), segments.cu_keys,
             max(segments.key_lens), None,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from spmdrl.engines.fsdp.attention import Pad, PaddedGroup, Unpad
+from spmdrl.engines.fsdp.packed_rows import Pad, PaddedGroup, Unpad
 from spmdrl.engines.megatron.splits import delta_sizes
 from spmdrl.hub.transformers_compat import gated_delta_functions
 
