@@ -1,6 +1,7 @@
 """Tables of verl's settings: what each is called here, and which need nothing or something else.
 
-The names are those of verl 0.7 to 0.9. verl.py reads these tables and translates the rest.
+The names are those of verl 0.7 to 0.9. verl.py, verl_algorithm.py
+and verl_roles.py read these tables and translate the rest.
 """
 
 from __future__ import annotations
