@@ -18,7 +18,7 @@ import yaml
 from spmdrl.cli.arguments import load_config
 from spmdrl.cli.hub_names import data_name
 from spmdrl.config import ConfigError, PpoConfig
-from spmdrl.migration import trl, verl
+from spmdrl.migration import trl, verl, verl_settings
 from spmdrl.migration.config_source import Translation, source_of
 from spmdrl.migration.shell import commands
 from spmdrl.training.checks.algorithms import check_algo
@@ -62,21 +62,26 @@ def test_a_run_of_verl(run: dict, kind: str, tmp_path: Path) -> None:
             node[last] = value
         file.write_text(yaml.safe_dump(tree))
     config = config_of(file)
-    known = verl.DEFAULTS | {k: v for k, v in given.items() if not verl.is_unknown(k, v)}
+    known = verl_settings.DEFAULTS | {k: v for k, v in given.items() if not verl.is_unknown(k, v)}
     compared = 0
-    for theirs, ours in verl.SAME.items():
+    for theirs, ours in verl_settings.SAME.items():
         if theirs in known and not theirs.startswith(("reward", "algorithm.pf_ppo", "critic.")):
             assert value_of(config, ours) == known[theirs], theirs
             compared += 1
     assert compared >= 6
-    batch, mini = known["data.train_batch_size"], known[f"{verl.ACTOR}.ppo_mini_batch_size"]
+    batch, mini = (
+        known["data.train_batch_size"],
+        known[f"{verl_settings.ACTOR}.ppo_mini_batch_size"],
+    )
     assert config.algo.mini_batches == -(-batch // mini)
     assert (config.actor.engine == "megatron") == any(".actor.megatron." in name for name in given)
     for field in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        theirs = f"{verl.ACTOR}.megatron.override_transformer_config.{field}"
+        theirs = f"{verl_settings.ACTOR}.megatron.override_transformer_config.{field}"
         assert getattr(config.actor, field) == given.get(theirs)
     assert (config.critic is not None) == (known["algorithm.adv_estimator"] == "gae")
-    uses_kl = known.get(f"{verl.ACTOR}.use_kl_loss") or known.get("algorithm.use_kl_in_reward")
+    uses_kl = known.get(f"{verl_settings.ACTOR}.use_kl_loss") or known.get(
+        "algorithm.use_kl_in_reward"
+    )
     assert bool(config.algo.kl_coef) == bool(uses_kl and config.algo.kl_coef)
     if config.rollout.n > 1 or config.algo.advantage == "gae":
         check_algo(config)
