@@ -32,6 +32,7 @@ from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth, rewards_of, takes_truth
 from spmdrl.rewards.truths import truth_checker
 from spmdrl.rollout.agents.pool import AgentPool
+from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.build import build_engine as build_rollout
 from spmdrl.rollout.build import engine_text, is_filled_by_push
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
@@ -113,11 +114,7 @@ def build(
     topology, phases = runtime.topology, runtime.phases
     placement = place(config, topology.world)
     topologies = build_topologies(config, placement, topology, host.topology if host else None)
-    scorers = placement.roles["reward"]
-    scores = topology.rank in scorers
-    rewards = RewardRunner(rewards_of(config), config.rewards, len(scorers)) if scores else None
-    if rewards is not None:
-        undo.callback(rewards.close)
+    rewards = start_rewards(config, placement, topology, undo)
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
@@ -128,54 +125,106 @@ def build(
     looks = with_replies(looks, config)
     images = batch_images(config, looks, prompts)
     trainers = build_trainers(config, runtime, topologies, placement, images, host)
-    actor = trainers["actor"]
     with phases("build reward model"):
-        scoring = topologies.scoring
-        reward_model = build_reward_model(config, scoring, topology)
+        reward_model = build_reward_model(config, topologies.scoring, topology)
     judge = build_judge_of_run(config, runtime, topologies, placement, undo)
     with phases("build rollout"):
-        ranks = topologies.rollout
-        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-        replays = config.actor.router_replay is not None
-        beside = config.actor.lora if config.weights.lora == "adapter" else None
-        PROGRESS.detail(engine_text(config.rollout, config.model))
-        rollout = build_rollout(
-            config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks,
-            load_weights=host is None and not is_filled_by_push(config.model, config.rollout),
-            return_routed_experts=replays,
-        )  # fmt: skip
-        if rollout is not None:
-            undo.callback(rollout.shutdown)
-        dialogue = build_dialogue(config, tokenizer, ranks, looks)
-        agents = build_agents(config, tokenizer, ranks, looks)
-        for started in (dialogue, agents):
-            if started is not None:
-                undo.callback(started.close)
+        rollout = build_rollout_of_run(config, topologies, looks, host, undo)
+        dialogue, agents = build_turns(config, tokenizer, topologies.rollout, looks, undo)
     with phases("plan weights"):
-        weights = WeightSync(
-            actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
-            topologies.weights, in_place=weights_stay(config, placement),
+        weights = plan_weights(config, placement, topologies, trainers["actor"], rollout)
+        sampler = Sampler(
+            topologies.rollout, build_scheduler(config, rollout, topologies.rollout),
+            topologies.scoring, rewards, reward_model, dialogue, agents, judge,
         )  # fmt: skip
-        driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
-        roles = Roles(
-            config, topology, topologies.sampling, topologies.training, weights.topology, phases,
-            P2PChannel(topology),
-            tokenizer,
-            Sampler(ranks, driver, scoring, rewards, reward_model, dialogue, agents, judge),
-            weights,
-            mailbox=WeightVersions(topology) if config.async_steps else None,
-            actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
-            prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
-            entropy_coef=config.algo.entropy_coef,
-            replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
-            leftover=leftover_of(config),
-            routing=routing_of(load_hf_config(config.model)) if replays else None,
-            reply_images=images if shows_more_images(config) else None,
-        )  # fmt: skip
+        roles = build_roles(
+            config, runtime, topologies, tokenizer, sampler, weights, trainers, images
+        )
         if rollout is not None and roles.sleeps:
             rollout.sleep()
     order.lag = int(can_overlap(roles))
     return RlRun(config, runtime, roles, prompts, held_out, order)
+
+
+def start_rewards(
+    config: PpoConfig, placement: Placement, topology: Topology, undo: ExitStack
+) -> RewardRunner | None:
+    """Starts the workers of the reward functions; None on ranks that do not score."""
+    scorers = placement.roles["reward"]
+    if topology.rank not in scorers:
+        return None
+    rewards = RewardRunner(rewards_of(config), config.rewards, len(scorers))
+    undo.callback(rewards.close)
+    return rewards
+
+
+def build_rollout_of_run(
+    config: PpoConfig, topologies: Topologies, looks: ImageLimits | None, host: Trainer | None,
+    undo: ExitStack,
+) -> RolloutEngine | None:  # fmt: skip
+    """Builds the engine that samples; None on ranks without one. Collective."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    beside = config.actor.lora if config.weights.lora == "adapter" else None
+    PROGRESS.detail(engine_text(config.rollout, config.model))
+    rollout = build_rollout(
+        config.model, config.rollout, longest, topologies.rollout, topologies.everyone,
+        config.strict, beside, looks,
+        load_weights=host is None and not is_filled_by_push(config.model, config.rollout),
+        return_routed_experts=config.actor.router_replay is not None,
+    )  # fmt: skip
+    if rollout is not None:
+        undo.callback(rollout.shutdown)
+    return rollout
+
+
+def build_turns(
+    config: PpoConfig, tokenizer: Any, ranks: Topology, looks: ImageLimits | None, undo: ExitStack
+) -> tuple[Dialogue | None, AgentPool | None]:
+    """Builds what answers of several turns need. ranks: of the rollout. Collective over these."""
+    dialogue = build_dialogue(config, tokenizer, ranks, looks)
+    agents = build_agents(config, tokenizer, ranks, looks)
+    for started in (dialogue, agents):
+        if started is not None:
+            undo.callback(started.close)
+    return dialogue, agents
+
+
+def plan_weights(
+    config: PpoConfig, placement: Placement, topologies: Topologies, actor: Trainer,
+    rollout: RolloutEngine | None,
+) -> WeightSync:  # fmt: skip
+    """Plans how weights travel from the actor to the engine that samples. Collective."""
+    return WeightSync(
+        actor.engine, actor.topology, rollout, topologies.rollout, config.rollout.dtype,
+        config.weights, topologies.weights, in_place=weights_stay(config, placement),
+    )  # fmt: skip
+
+
+def build_scheduler(
+    config: PpoConfig, rollout: RolloutEngine | None, ranks: Topology
+) -> Scheduler | None:
+    """Builds what deals prompts to the engines, `ranks` being theirs. Collective over these."""
+    return Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
+
+
+def build_roles(
+    config: PpoConfig, runtime: Runtime, topologies: Topologies, tokenizer: Any, sampler: Sampler,
+    weights: WeightSync, trainers: dict[str, Trainer], images: BatchImages | None,
+) -> Roles:  # fmt: skip
+    """Puts together all that a step works with. Collective."""
+    replays = config.actor.router_replay is not None
+    return Roles(
+        config, runtime.topology, topologies.sampling, topologies.training, weights.topology,
+        runtime.phases, P2PChannel(runtime.topology), tokenizer, sampler, weights,
+        mailbox=WeightVersions(runtime.topology) if config.async_steps else None,
+        actor=trainers["actor"], ref=trainers.get("ref"), critic=trainers.get("critic"),
+        prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
+        entropy_coef=config.algo.entropy_coef,
+        replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
+        leftover=leftover_of(config),
+        routing=routing_of(load_hf_config(config.model)) if replays else None,
+        reply_images=images if shows_more_images(config) else None,
+    )  # fmt: skip
 
 
 def build_judge_of_run(
