@@ -85,3 +85,15 @@ def marked_turns(folder: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = MARKED_TURNS
     return tokenizer
+
+
+def marked_prompts(folder: Path) -> Any:
+    """As marked_turns, with a mark for what is generated, and `hint` as the template's option."""
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+        "{% if hint is defined %}{{ hint }}{% endif %}"
+    )
+    return tokenizer

@@ -1,4 +1,4 @@
-"""Real files of every kind, good and bad, and the order prompts are asked in."""
+"""Prompts in real files of every kind, good and bad."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chat_tokenizers import marked_prompts
 from tiny_models import save_tokenizer
 from transformers import AutoTokenizer
+from verl_rows import row, write
 
-from spmdrl.config import ConfigError, DataConfig, PpoConfig, SftDataConfig
-from spmdrl.data.prompt_order import PromptOrder
+from spmdrl.config import ConfigError, DataConfig, PpoConfig
 from spmdrl.data.prompts import PromptDataset
-from spmdrl.data.sft import SftDataset
 from spmdrl.data.table_files import Files
 from spmdrl.rewards.builtin import graded_gsm8k
 from spmdrl.rewards.truths import truth_checker
@@ -28,39 +28,11 @@ from spmdrl.rewards.truths import truth_checker
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """One character is one token; turns are marked, so that the template's work is seen."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}<a>{% endif %}"
-        "{% if hint is defined %}{{ hint }}{% endif %}"
-    )
-    return tokenizer
-
-
-def row(question: str = "2+3?", answer: Any = "5", **other: Any) -> dict[str, Any]:
-    """A row as verl's GSM8K script writes it."""
-    return {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": question}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": "train", "index": 7},
-    } | other
+    return marked_prompts(tmp_path_factory.mktemp("tokenizer"))
 
 
 def without(data: dict[str, Any], key: str) -> dict[str, Any]:
     return {k: v for k, v in data.items() if k != key}
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
-    else:
-        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return str(path)
 
 
 def load(topology, tokenizer, paths, **settings) -> PromptDataset:
@@ -364,19 +336,6 @@ def test_bad_rows_can_be_skipped(topology, tokenizer, tmp_path, caplog):
         load(topology, tokenizer, path, on_bad_row="skip", max_prompt_tokens=20)
 
 
-def test_sft_bad_rows_can_be_skipped(topology, tokenizer, tmp_path, caplog):
-    rows = [
-        {"prompt": "q", "response": "r"},
-        {"prompt": "q"},
-        {"prompt": "q" * 99, "response": "r"},
-    ]
-    path = write(tmp_path / "a.jsonl", [*rows, {"prompt": "q", "response": "x" * 99}])
-    with caplog.at_level(logging.INFO, "spmdrl"):
-        data = load_sft(topology, tokenizer, path, on_bad_row="skip", max_tokens=40)
-    assert (len(data), data.measured.num_bad, data.measured.num_overlong) == (2, 1, 2)
-    assert "1 of 4 rows are bad" in caplog.text and "1 were cut, 1 left out" in caplog.text
-
-
 def test_escaped_rows_are_counted(topology, tokenizer, tmp_path, caplog):
     path = write(tmp_path / "a.jsonl", [row("a<eos><user>x"), row("b"), row("<pad>")])
     data = load(topology, tokenizer, path)
@@ -421,153 +380,6 @@ def test_all_prompts_filtered(topology, tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", [row("a" * 30), row("a" * 91)])
     with pytest.raises(ConfigError, match=r"all 2 prompts .*=20 .*longest 100 .*Raise"):
         load(topology, tokenizer, path, max_prompt_tokens=20)
-
-
-# --- fine-tuning rows ---
-
-
-def load_sft(topology, tokenizer, path, **settings) -> SftDataset:
-    return SftDataset.load(path, tokenizer, SftDataConfig(train=path, **settings), topology)
-
-
-def texts(tokenizer, example) -> tuple[str, ...]:
-    """What is given, what is learnt, and so on."""
-    assert [learnt for learnt, _ in example.parts()] == [False, True] * (len(example.parts()) // 2)
-    return tuple(tokenizer.decode(ids) for _, ids in example.parts())
-
-
-def test_rows_of_a_small_set_are_encoded_once(topology, tokenizer, tmp_path, monkeypatch):
-    rows = [row(prompt=f"{i}+1?", response=f"{i + 1}") for i in range(3)]
-    path, read = write(tmp_path / "a.jsonl", rows), []
-    encoded = SftDataset.encoded
-    monkeypatch.setattr(SftDataset, "encoded", lambda self, i: read.append(i) or encoded(self, i))
-    small = load_sft(topology, tokenizer, path)
-    monkeypatch.setattr("spmdrl.data.sft.KEPT_TOKENS", 5)
-    large = load_sft(topology, tokenizer, path)
-    for data, times in ((small, 1), (large, 2)):
-        read.clear()
-        batches = [data.batch([2, 0]) for _ in range(2)]
-        assert sorted(read) == sorted([0, 2] * times)
-        assert batches[0].token_ids.tolist() == batches[1].token_ids.tolist()
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_sft_dotted_keys(topology, tokenizer, tmp_path, kind):
-    rows = [row(extra_info={"question": f"{i}+1?", "answer": f"#### {i + 1}"}) for i in range(5)]
-    keys = {"prompt_key": "extra_info.question", "response_key": "extra_info.answer"}
-    data = load_sft(topology, tokenizer, write(tmp_path / f"a.{kind}", rows), **keys)
-    assert (len(data), data.measured.num_overlong) == (5, 0)
-    assert texts(tokenizer, data.example(3)) == ("<user>3+1?<a>", "#### 4<eos>")
-
-
-def test_sft_messages(topology, tokenizer, tmp_path):
-    turns = [
-        ("system", "be"),
-        ("user", "hi"),
-        ("assistant", "yo"),
-        ("user", "2?"),
-        ("assistant", "3"),
-    ]
-    chat = [{"role": role, "content": text} for role, text in turns]
-    data = load_sft(topology, tokenizer, write(tmp_path / "a.parquet", [{"messages": chat}]))
-    expected = "<system>be<user>hi<assistant>yo<user>2?<a>", "3<eos>"
-    assert texts(tokenizer, data.example(0)) == expected
-
-
-def test_sft_overlong_rows_are_cut_and_counted(topology, tokenizer, tmp_path):
-    rows = [
-        {"prompt": "q", "response": "r"},  # 10 + 2 tokens
-        {"prompt": "q", "response": "r" * 40},  # cut: 10 + 10
-        {"prompt": "q" * 11, "response": "r"},  # no room: 20 + 2
-        {"prompt": "q", "response": "r" * 9},  # just fits, with EOS
-    ]
-    data = load_sft(topology, tokenizer, write(tmp_path / "a.jsonl", rows), max_tokens=20)
-    assert (len(data), data.measured.num_overlong) == (3, 2)
-    assert [data.example(i).id for i in range(3)] == [0, 1, 3]
-    assert texts(tokenizer, data.example(1))[1] == "r" * 10
-    assert texts(tokenizer, data.example(2))[1] == "r" * 9 + "<eos>"
-    with pytest.raises(ConfigError, match=r"all 4 rows the prompt alone .* max_tokens=10"):
-        load_sft(topology, tokenizer, str(tmp_path / "a.jsonl"), max_tokens=10)
-
-
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        ({"prompt": "q"}, "'response': missing; the row has prompt"),
-        ({"prompt": "q", "response": ""}, "'response': found str ''"),
-        ({"prompt": "q", "response": None}, "'response': found null"),
-        ({"prompt": None, "response": "r"}, "'prompt': found null"),
-        ({"messages": [{"role": "user", "content": "q"}]}, "'messages': .*the last by the assist"),
-        ({"messages": "q"}, "'messages': found str 'q'"),
-    ],
-)
-def test_sft_bad_rows(topology, tokenizer, tmp_path, bad, words):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "q", "response": "r"}, bad])
-    with pytest.raises(ConfigError, match=f"line 2: field {words}"):
-        load_sft(topology, tokenizer, path)
-
-
-# --- order ---
-
-
-def test_an_epoch_visits_each_prompt_once_and_drops_the_tail():
-    order = PromptOrder(10, 3, seed=1)
-    epochs = [[order.next_step() for _ in range(3)] for _ in range(20)]
-    for steps in epochs:
-        visited = [i for step in steps for i in step]
-        assert len(set(visited)) == 9
-        assert set(visited) <= set(range(10))
-    assert epochs[0] != epochs[1]
-    assert {i for steps in epochs for step in steps for i in step} == set(range(10))
-
-
-def test_order_depends_on_the_seed_alone():
-    steps = [PromptOrder(1000, 100, seed=seed).next_step() for seed in (0, 0, 1)]
-    assert steps[0] == steps[1] != steps[2]
-    # Pinned: a run that is resumed under a newer numpy must go on with the same permutation.
-    assert PromptOrder(8, 8, seed=0).next_step() == [7, 6, 5, 1, 3, 2, 4, 0]
-    assert PromptOrder(7, 3, seed=0, shuffle=False).next_step() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("taken", range(12))
-def test_resume_is_exact(taken):
-    order = PromptOrder(10, 3, seed=5)
-    for _ in range(taken):
-        order.next_step()
-    state = json.loads(json.dumps(order.state_dict()))
-    resumed = PromptOrder(10, 3, seed=5)
-    resumed.load_state_dict(state)
-    assert [resumed.next_step() for _ in range(20)] == [order.next_step() for _ in range(20)]
-
-
-def test_resume_with_another_step_size_goes_on_where_it_was():
-    order = PromptOrder(12, 4, seed=5)
-    asked = order.next_step()
-    resumed = PromptOrder(12, 2, seed=5)
-    resumed.load_state_dict(order.state_dict())
-    rest = [i for _ in range(4) for i in resumed.next_step()]
-    assert sorted(asked + rest) == list(range(12))
-
-
-def test_resume_refuses_another_order():
-    state = PromptOrder(10, 3, seed=5).state_dict()
-    for other, word in [
-        (PromptOrder(11, 3, seed=5), "length=10, this run has length=11"),
-        (PromptOrder(10, 3, seed=6), "seed=5, this run has seed=6"),
-        (PromptOrder(10, 3, seed=5, shuffle=False), "shuffle=True"),
-    ]:
-        with pytest.raises(ConfigError, match=word) as error:
-            other.load_state_dict(state)
-        assert "--checkpoint.accept_changes data" in str(error.value)
-        assert not other.load_state_dict(state | {"epoch": 3, "offset": 6}, may_differ=True)
-        assert (other.epoch, other.offset) == (4, 0)
-
-
-def test_step_larger_than_the_data():
-    with pytest.raises(ConfigError, match=r"prompts_per_step=64 .* 10 usable prompts"):
-        PromptOrder(10, 64, seed=0)
-    with pytest.raises(ConfigError, match="prompts_per_step=0"):
-        PromptOrder(10, 0, seed=0)
 
 
 ROOT = Path(__file__).parents[2]
