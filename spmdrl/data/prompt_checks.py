@@ -70,7 +70,7 @@ class MostImages:
 
 
 class RowMarks(NamedTuple):
-    """What a sampler must know of each row; of a row that is bad anything."""
+    """Says of each row what a sampler must know. The values of a row that is bad mean nothing."""
 
     source: np.ndarray  # (num_rows,) int64, a place in RowsSeen.data_sources
     difficulty: np.ndarray | None  # (num_rows,) float64

@@ -95,7 +95,9 @@ def over_tokens(
     measure: Callable[[TrainEngine, Batch, BatchImages | None], dict[str, Tensor]],
     share: Share,
 ) -> Objective:
-    """The same for every share, with means over the unmasked tokens of all ranks."""
+    """Returns a share's objective for a loss that is the same in all shares. Means are over the
+    unmasked tokens of all ranks.
+    """
     return Objective(loss_fn, measure, share.num_tokens)
 
 
