@@ -29,10 +29,10 @@ from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig
 from spmdrl.data.benchmark_config import benchmark_config
-from spmdrl.distributed.env import before_torch, without_garbage_collection
-from spmdrl.distributed.exit import BAD_CONFIG, GUARD, exit_config
-from spmdrl.distributed.output import keep_output
-from spmdrl.distributed.progress import LIBRARIES, PROGRESS
+from spmdrl.distributed.env import without_garbage_collection
+from spmdrl.distributed.exit import BAD_CONFIG
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.start import reading
 
 if TYPE_CHECKING:
     from spmdrl.data.images import ImageLimits
@@ -62,10 +62,7 @@ def main(
     """
     if asks_for_help(overrides, main, PpoConfig):
         return
-    GUARD.install()
-    keep_output()
-    PROGRESS.start(f"reading {config}")
-    try:
+    with reading(config):
         dry = dry_flags(dry_run, 0, show_config)
         if "resume" in overrides:
             raise ConfigError("--resume: what is evaluated is named by --checkpoint")
@@ -78,10 +75,6 @@ def main(
         value = evaluation_of(value, str(checkpoint), str(out))
         check_writable("--out", value.run_dir)
         check_paths(value, ("eval",))
-    except ConfigError as error:
-        exit_config(error)
-    PROGRESS.now(LIBRARIES)
-    before_torch()
     with without_garbage_collection():
         from spmdrl.distributed.process import notes_last
         from spmdrl.training.fetch import fetch

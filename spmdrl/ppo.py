@@ -13,11 +13,9 @@ import fire
 from spmdrl.algo.option_help import option_lines
 from spmdrl.cli.arguments import read_arguments
 from spmdrl.cli.help import asks_for_help
-from spmdrl.config import ConfigError, PpoConfig
-from spmdrl.distributed.env import before_torch, without_garbage_collection
-from spmdrl.distributed.exit import GUARD, exit_config
-from spmdrl.distributed.output import keep_output
-from spmdrl.distributed.progress import LIBRARIES, PROGRESS
+from spmdrl.config import PpoConfig
+from spmdrl.distributed.env import without_garbage_collection
+from spmdrl.distributed.start import reading
 
 
 def main(
@@ -36,18 +34,11 @@ def main(
     """
     if asks_for_help(overrides, main, PpoConfig, option_lines):
         return
-    GUARD.install()
-    keep_output()
-    PROGRESS.start(f"reading {config}")
-    try:
+    with reading(config):
         value, dry = read_arguments(
             PpoConfig, config, dry_run, ranks, show_config, gpu_gib, overrides
         )
-    except ConfigError as error:
-        exit_config(error)
-    PROGRESS.now(LIBRARIES)
     # Not at the top: a wrong key should cost a fraction of a second, and torch takes seconds.
-    before_torch()
     with without_garbage_collection():
         from spmdrl.distributed.process import notes_last
         from spmdrl.training.checks.rl import check

@@ -1,4 +1,4 @@
-"""What the programs do that learn from rows as they stand, once their arguments are known."""
+"""The run of a program that learns from rows as they stand: its arguments, then its training."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from spmdrl.cli.arguments import read_arguments
-from spmdrl.config import ConfigError, SupervisedConfig
-from spmdrl.distributed.env import before_torch, without_garbage_collection
-from spmdrl.distributed.exit import GUARD, exit_config
-from spmdrl.distributed.output import keep_output
-from spmdrl.distributed.progress import LIBRARIES, PROGRESS
+from spmdrl.config import SupervisedConfig
+from spmdrl.distributed.env import without_garbage_collection
+from spmdrl.distributed.start import reading
 
 if TYPE_CHECKING:
     from spmdrl.training.supervised import Task
@@ -27,15 +25,8 @@ def run_program(
     kind: of its config. arguments: those of read_arguments behind the kind, the config's path
     first. check: raises ConfigError; it is given the number of ranks. check and task import torch.
     """
-    GUARD.install()
-    keep_output()
-    PROGRESS.start(f"reading {arguments[0]}")
-    try:
+    with reading(arguments[0]):
         value, dry = read_arguments(kind, *arguments)
-    except ConfigError as error:
-        exit_config(error)
-    PROGRESS.now(LIBRARIES)
-    before_torch()
     with without_garbage_collection():
         from spmdrl.distributed.process import notes_last  # torch comes in here, see spmdrl/ppo.py
         from spmdrl.training.fetch import fetch
