@@ -1,4 +1,4 @@
-"""What the files of this folder share."""
+"""Names that all files of this folder share."""
 
 from __future__ import annotations
 

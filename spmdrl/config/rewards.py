@@ -1,4 +1,4 @@
-"""What scores samples: functions, models, sandboxes, judges."""
+"""Configs of what scores samples: functions, models, sandboxes, judges."""
 
 from __future__ import annotations
 

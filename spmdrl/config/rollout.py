@@ -1,4 +1,4 @@
-"""How samples are made: engine, turns, agents."""
+"""Configs of how samples are made: engine, turns, agents."""
 
 from __future__ import annotations
 

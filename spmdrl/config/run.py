@@ -1,4 +1,4 @@
-"""What every run has, whatever it trains."""
+"""Configs that every run has, whatever it trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a role is trained: optimizer, adapters, engine and its layout."""
+"""Config of how a role is trained: optimizer, adapters, engine and its layout."""
 
 from __future__ import annotations
 
