@@ -189,6 +189,12 @@ class Batch:
     ref_logprobs: Tensor | None = None  # (num_tokens,) float32
     # (num_seqs,) float64: the reference's log-probability of each answer, the sum over its tokens
     ref_sums: Tensor | None = None
+    # with algo.distillation: the k tokens that the teacher finds most likely in the place of each
+    # unmasked token, (num_tokens, k) int32, and its log-probabilities of them, float32
+    teacher_ids: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    # (num_tokens, k) float32: the policy's log-probabilities of teacher_ids, within an update alone
+    student_logprobs: Tensor | None = None
     prm_logprobs: Tensor | None = None  # (num_tokens,) float32, of the process reward model
     values: Tensor | None = None  # (num_tokens,) float32
     advantages: Tensor | None = None  # (num_tokens,) float32
@@ -254,6 +260,9 @@ class PolicyStats(NamedTuple):
     logprobs: Tensor  # of the token
     entropy: Tensor  # nats, of the distribution it was drawn from
     pi_squared: Tensor | None = None  # sum of that distribution's squared probabilities
+    # of the most probable tokens, largest first: (num_tokens, top_k) float32 and int32
+    top_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
 
 
 SEQ_FIELDS = frozenset({

@@ -95,8 +95,40 @@ def lm_head_logprobs(
         )  # fmt: skip
     else:
         head = _Head(temperature, softcap, chunk_bytes, pi_squared, group, first_row, top_k)
-        found = _LmHead.apply(hidden, weight, bias, targets, head)
-    return found if top_k else found[:3]
+        found = _LmHead.apply(hidden, weight, bias, targets, None, head)
+    return found[:5] if top_k else found[:3]
+
+
+def lm_head_gathered(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ids: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    group: dist.ProcessGroup | None = None,
+    first_row: int = 0,
+) -> Found:
+    """Log-probability of each target, entropy (nats), and log-probabilities of `ids`.
+
+    ids: (rows, k) int64, the ids of a row all different. The third result is (rows, k), and
+    gradients flow from it, too, to hidden, weight and bias. Beside it the memory is that of
+    `lm_head_logprobs`, which has the other arguments and results: k numbers a row, never a row's
+    whole vocabulary.
+    """
+    if on_triton(hidden, weight):
+        from spmdrl_kernels import lm_head_triton
+
+        found = lm_head_triton.lm_head_all(
+            hidden, weight, targets, temperature, bias, softcap, chunk_bytes, False, group,
+            first_row, ids=ids,
+        )  # fmt: skip
+    else:
+        head = _Head(temperature, softcap, chunk_bytes, False, group, first_row, 0)
+        found = _LmHead.apply(hidden, weight, bias, targets, ids, head)
+    return found[0], found[1], found[5]
 
 
 def check_top_k(top_k: int, weight: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -133,33 +165,44 @@ class _LmHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        ids: Tensor | None,
         head: _Head,
-    ) -> FoundTop:
-        stats, target_logits, keys = _row_stats(hidden, weight, bias, targets, head)
-        top, log_sum, logprobs, entropy, squares = results(stats, target_logits, head.group)
+    ) -> tuple[Tensor, ...]:
+        """ids: (rows, k), of which the last result has the log-probabilities; None: of none."""
+        picked = targets[:, None] if ids is None else torch.cat([targets[:, None], ids], 1)
+        stats, logits, keys = _row_stats(hidden, weight, bias, picked, head)
+        top, log_sum, logprobs, entropy, squares = results(stats, logits, head.group)
         top_logprobs, top_ids = top_results(keys, top, log_sum, head.group)
-        ctx.save_for_backward(hidden, weight, bias, targets, top, log_sum, entropy)
+        ctx.save_for_backward(hidden, weight, bias, picked, top, log_sum, entropy)
         ctx.head = head
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(squares, top_logprobs, top_ids)
-        return logprobs, entropy, squares, top_logprobs, top_ids
+        logprobs, gathered = logprobs[:, 0].clone(), logprobs[:, 1:].clone()
+        return logprobs, entropy, squares, top_logprobs, top_ids, gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, top, log_sum, entropy = ctx.saved_tensors
-        rows = _Rows(targets - ctx.head.first_row, top, log_sum, entropy, *grads[:2])
+        hidden, weight, bias, picked, top, log_sum, entropy = ctx.saved_tensors
+        of_target = None if grads[0] is None else grads[0][:, None]
+        columns = picked - ctx.head.first_row
+        to_picked = [
+            (ids, grad)
+            for ids, grad in ((columns[:, :1], of_target), (columns[:, 1:], grads[5]))
+            if grad is not None
+        ]
+        rows = _Rows(top, log_sum, entropy, to_picked, grads[1])
         wanted = ctx.needs_input_grad[:3]
-        return *_gradients(hidden, weight, bias, rows, ctx.head, wanted), None, None
+        return *_gradients(hidden, weight, bias, rows, ctx.head, wanted), None, None, None
 
 
 def _row_stats(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(4, rows), the numbers of lm_head_merge; (rows,) the target's logit, NaN where this part of
-    the vocabulary does not have it; (rows, top_k) keys."""
+    """(4, rows), the numbers of lm_head_merge; the logits of targets, (rows, n) as they are, NaN
+    where this part of the vocabulary does not have them; (rows, top_k) keys."""
     num_rows, vocab = len(hidden), len(weight)
     stats = torch.zeros(4, num_rows, dtype=_wide(hidden.dtype), device=hidden.device)
-    target_logits = torch.full_like(stats[0], torch.nan)
+    target_logits = torch.full_like(targets, torch.nan, dtype=stats.dtype)
     keys = targets.new_full((num_rows, head.top_k), NO_KEY)
     if num_rows == 0 or vocab == 0:
         stats[0], stats[1] = -torch.inf, -1.0  # a sum of no terms, less the largest of them
@@ -184,7 +227,8 @@ def _part_stats(
     target_logits: Tensor,
     keys: Tensor,
 ) -> Tensor:
-    """(4, rows); writes target_logits and keys. targets: counted from this rank's first row."""
+    """(4, rows); writes target_logits and keys. targets: (rows, n), counted from this rank's first
+    row."""
     chunks = _slices(len(weight), columns)
     parts = target_logits.new_zeros(4, len(chunks), len(hidden))
     buffer = hidden.new_empty(len(hidden) * columns)
@@ -217,21 +261,22 @@ def _block_stats(z: Tensor, exps: Tensor, pi_squared: bool, out: Tensor) -> None
 
 
 def _pick(z: Tensor, columns: Tensor, out: Tensor) -> None:
-    """out[i] = z[i, columns[i]] where z has such a column."""
+    """out[i, j] = z[i, columns[i, j]] where z has such a column."""
     here = (columns >= 0) & (columns < z.shape[1])
-    found = z.gather(1, columns.clamp(0, z.shape[1] - 1)[:, None]).squeeze(1)
+    found = z.gather(1, columns.clamp(0, z.shape[1] - 1))
     out.copy_(found.where(here, out))
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the gradient needs of each row: (rows,) each; targets count from this rank's row 0."""
+    """What the gradient needs of each row: (rows,) each, but for to_picked."""
 
-    targets: Tensor
     top: Tensor
     log_sum: Tensor
     entropy: Tensor
-    to_logprob: Tensor | None
+    # pairs of (rows, n): columns, counted from this rank's row 0, and the gradient of their
+    # log-probabilities
+    to_picked: list[tuple[Tensor, Tensor]]
     to_entropy: Tensor | None
 
 
@@ -281,25 +326,27 @@ def _d_logits(
 ) -> Tensor:
     """d loss / d logits of these rows, in grad; z: their logits without softcap and temperature.
 
-    With x = z / temperature it is g [v = t] - p (g + h H + h log p), over the temperature.
+    With x = z / temperature it is g [v = t] - p (g + h H + h log p), over the temperature; with
+    several t the sum of their first terms, and the sum of their g in the second.
     """
     slope = None if head.softcap is None else 1 - (z / head.softcap).tanh_().square_()
     log_p = _scaled(z, head).sub_(rows.top[block, None]).sub_(rows.log_sum[block, None])
     log_p.clamp_(min=LOWEST)  # of a logit of -inf: 0 times it is to be 0
     torch.exp(log_p, out=grad)
-    g = rows.to_logprob
-    by_row = torch.zeros_like(rows.top[block]) if g is None else g[block].neg()
+    by_row = torch.zeros_like(rows.top[block])
+    for _, g in rows.to_picked:
+        by_row = by_row - g[block].sum(1)
     if rows.to_entropy is not None:
         h = rows.to_entropy[block]
         by_row = by_row - h * rows.entropy[block]
         grad.mul_(log_p.mul_(-h[:, None]).add_(by_row[:, None]))
     else:
         grad.mul_(by_row[:, None])
-    if g is not None:
-        columns = rows.targets[block] - first
+    for picked, g in rows.to_picked:
+        columns = picked[block] - first
         here = (columns >= 0) & (columns < z.shape[1])
         added = g[block].to(grad.dtype).where(here, 0.0)
-        grad.scatter_add_(1, columns.clamp(0, z.shape[1] - 1)[:, None], added[:, None])
+        grad.scatter_add_(1, columns.clamp(0, z.shape[1] - 1), added)
     if head.temperature != 1.0:
         grad.div_(head.temperature)
     return grad if slope is None else grad.mul_(slope)

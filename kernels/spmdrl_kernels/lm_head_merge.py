@@ -42,9 +42,10 @@ def merged_parts(parts: Tensor) -> Tensor:
 def results(
     stats: Tensor, target_logits: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """top, log of the sum of exp(z - top), log-probability, entropy, squares; (rows,) each.
+    """top, log of the sum of exp(z - top), log-probabilities, entropy, squares; (rows,) each, but
+    (rows, n) log-probabilities.
 
-    stats: (4, rows) of this rank's part; target_logits: (rows,), NaN where another rank has the
+    stats: (4, rows) of this rank's part; target_logits: (rows, n), NaN where another rank has the
     target, or none has it. Of the vocabularies of all ranks of the group. Collective over it.
     """
     top, rest, weighted, squares = stats
@@ -57,17 +58,16 @@ def results(
         scale, is_top = below.exp(), (mine == top).to(mine.dtype)
         weighted = scale * (weighted + below * (1 + rest))
         rest = rest * scale + torch.where(mine == top, 0.0, scale)
-        sums = torch.stack(
-            [rest, is_top, weighted, squares * scale.square(),
-             target_logits.where(found, 0.0), found.to(mine.dtype)]
-        )  # fmt: skip
+        of_rows = torch.stack([rest, is_top, weighted, squares * scale.square()])
+        of_targets = target_logits.where(found, 0.0).T, found.T.to(mine.dtype)
+        sums = torch.cat([of_rows, *of_targets])
         dist.all_reduce(sums, group=group)
         rest, weighted, squares = sums[0] + (sums[1] - 1), sums[2], sums[3]
-        found = sums[5] > 0
-        target_logits = sums[4].where(found, torch.nan)
+        target_logits, found = sums[4:].chunk(2)
+        target_logits = target_logits.where(found > 0, torch.nan).T
     log_sum = rest.log1p()
     total = 1 + rest
-    logprobs = (target_logits - top) - log_sum
+    logprobs = (target_logits - top[:, None]) - log_sum[:, None]
     return top, log_sum, logprobs, log_sum - weighted / total, squares / total.square()
 
 

@@ -33,7 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spmdrl_kernels.device import dot_precision, has_tensor_memory_accelerator
 from spmdrl_kernels.lm_head_kernels import best_kernel, grad_kernel, merge_kernel, stats_kernel
-from spmdrl_kernels.lm_head_merge import NO_KEY, results, top_results
+from spmdrl_kernels.lm_head_merge import LOWEST, NO_KEY, results, top_results
 from spmdrl_kernels.switch import dtype_to_store
 
 CHUNK_BYTES = 256 << 20  # of d loss / d logits, held at once
@@ -95,15 +95,18 @@ def lm_head_all(
     first_row: int = 0,
     top_k: int = 0,
     tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As spmdrl_kernels.lm_head.lm_head_logprobs, which has the plain form and checks top_k; five
-    tensors always, the last two (rows, top_k). chunk_bytes: of d loss / d logits."""
+    ids: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """As spmdrl_kernels.lm_head.lm_head_logprobs, which has the plain form and checks top_k, and
+    lm_head_gathered with ids, (rows, k) or None for k of 0. Six tensors always: the fourth and
+    fifth (rows, top_k), the last (rows, k). chunk_bytes: of d loss / d logits."""
     hidden, weight = in_rows(hidden), in_rows(weight)
     head = _Head(
         temperature, softcap or 0.0, chunk_bytes, pi_squared, group, first_row, top_k,
         tiles or tiles_for(hidden, weight),
     )  # fmt: skip
-    return _LmHead.apply(hidden, weight, bias, targets, head)
+    ids = targets.new_empty(len(targets), 0) if ids is None else ids
+    return _LmHead.apply(hidden, weight, bias, targets, ids, head)
 
 
 def in_rows(matrix: Tensor) -> Tensor:
@@ -132,24 +135,91 @@ class _LmHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        ids: Tensor,
         head: _Head,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         stats, target_logits, keys = row_stats(hidden, weight, bias, targets, head)
-        top, log_sum, logprobs, entropy, squares = results(stats, target_logits, head.group)
+        picked = torch.cat(
+            [target_logits[:, None], gathered_logits(hidden, weight, bias, ids, head)], 1
+        )
+        top, log_sum, logprobs, entropy, squares = results(stats, picked, head.group)
+        logprobs, gathered = logprobs[:, 0].clone(), logprobs[:, 1:].clone()
         top_logprobs, top_ids = top_results(keys, top, log_sum, head.group)
-        ctx.save_for_backward(hidden, weight, bias, targets, top, log_sum, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, top, log_sum, entropy, ids, gathered)
         ctx.head = head
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(squares, top_logprobs, top_ids)
-        return logprobs, entropy, squares, top_logprobs, top_ids
+        return logprobs, entropy, squares, top_logprobs, top_ids, gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, top, log_sum, entropy = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
+        hidden, weight, bias, targets, top, log_sum, entropy, ids, gathered = ctx.saved_tensors
+        wanted, exact = ctx.needs_input_grad[:3], None
         rows = _grad_rows(top, log_sum, entropy, *grads[:2])
-        found = gradients(hidden, weight, bias, targets, rows, ctx.head, wanted)
-        return *found, None, None
+        if grads[5] is not None and ids.shape[1] > 0:
+            rows[4] += grads[5].float().sum(1)
+            exact = _Exact(ids, at_ids(targets, ids, gathered, rows, grads[5], ctx.head))
+        found = gradients(hidden, weight, bias, targets, rows, ctx.head, wanted, exact)
+        return *found, None, None, None
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """d loss / d logits of some ids, computed in float32: (rows, k) each."""
+
+    ids: Tensor
+    values: Tensor
+
+    def write(self, buffer: Tensor, first: int, columns: int) -> None:
+        """Overwrites what the kernel wrote for these ids among columns `first` and following.
+
+        buffer: flat, (rows, columns) and one place more, where ids of other columns are written.
+        """
+        at = self.ids - first
+        flat = torch.arange(len(at), device=at.device)[:, None] * columns + at
+        flat = flat.where((at >= 0) & (at < columns), len(buffer) - 1)
+        buffer.scatter_(0, flat.flatten(), self.values.to(buffer.dtype).flatten())
+
+
+def at_ids(
+    targets: Tensor, ids: Tensor, gathered: Tensor, rows: Tensor, grads: Tensor, head: _Head
+) -> Tensor:
+    """(rows, k) float32: d loss / d logits of ids, the whole of it.
+
+    Of a sure model it is a small difference of the large numbers that ids add and that the kernel
+    takes off, which half precision would lose. gathered, grads: (rows, k), log-probabilities of ids
+    and their gradients; rows: as _grad_rows gives them, the sum of grads in the last of them.
+    """
+    top, log_sum, g, h, both = rows[:, :, None]
+    found = (targets[:, None] == ids) * g + grads.float()
+    found -= gathered.exp() * (both + h * gathered.clamp(min=LOWEST))
+    if head.softcap > 0:
+        capped = (gathered + log_sum + top) * head.temperature
+        found *= 1 - (capped / head.softcap).square()
+    return found / head.temperature
+
+
+def gathered_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, head: _Head
+) -> Tensor:
+    """(rows, k) float32: softcap(h W^T + b) / T of ids, NaN where this part of the vocabulary does
+    not have them. Rows of the weight are copied for some rows of ids at a time.
+    """
+    out = torch.full_like(ids, torch.nan, dtype=torch.float32)
+    if out.numel() == 0 or len(weight) == 0:
+        return out
+    size = max(1, head.chunk_bytes // (4 * ids.shape[1] * hidden.shape[1]))
+    for first in range(0, len(ids), size):
+        part = slice(first, first + size)
+        at = ids[part] - head.first_row
+        here, at = (at >= 0) & (at < len(weight)), at.clamp(0, len(weight) - 1)
+        z = (weight[at].float() * hidden[part, None].float()).sum(-1)
+        if bias is not None:
+            z += bias[at].float()
+        if head.softcap > 0:
+            z = head.softcap * torch.tanh(z / head.softcap)
+        out[part] = (z / head.temperature).where(here, torch.nan)
+    return out
 
 
 def row_stats(
@@ -303,8 +373,10 @@ def gradients(
     rows: Tensor,
     head: _Head,
     wanted: tuple[bool, ...],
+    exact: _Exact | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of hidden, weight and bias, those that are wanted; rows: as _grad_rows gives them."""
+    """Of hidden, weight and bias, those that are wanted; rows: as _grad_rows gives them. exact: of
+    these ids."""
     num_rows, vocab = len(hidden), len(weight)
     empty = num_rows == 0 or vocab == 0
     new = torch.zeros_like if empty else torch.empty_like
@@ -314,11 +386,13 @@ def gradients(
     if empty:
         return torch.zeros_like(hidden) if wanted[0] else None, to_weight, to_bias
     size = _columns_per_chunk(num_rows, weight, head)
-    buffer = hidden.new_empty(num_rows * min(size, vocab), dtype=dtype_to_store(hidden))
+    buffer = hidden.new_empty(num_rows * min(size, vocab) + 1, dtype=dtype_to_store(hidden))
     for first in range(0, vocab, size):
         part = slice(first, min(first + size, vocab))
         d_logits = buffer[: num_rows * (part.stop - first)].view(num_rows, -1)
         _d_logits(hidden, weight, bias, targets, rows, head, part, d_logits)
+        if exact is not None:
+            exact.write(buffer[: d_logits.numel() + 1], head.first_row + first, d_logits.shape[1])
         d_logits = d_logits.to(hidden.dtype)
         if wanted[0]:
             added = matmul_float32(d_logits, weight[part])

@@ -5,6 +5,7 @@ from spmdrl.config.algo import (
     Aggregation,
     AlgoConfig,
     CorrectionConfig,
+    DistillationConfig,
     KlEstimator,
     SampleFilter,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DerivedCount",
+    "DistillationConfig",
     "Environment",
     "JudgeConfig",
     "KlEstimator",

@@ -41,6 +41,20 @@ class CorrectionConfig:
     bypass: bool = False  # old logprobs := the engine's; saves a pass, the ratio then corrects
 
 
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Distillation over what a teacher, ref.model, finds likely. docs/distillation.md"""
+
+    # jsd: the generalised Jensen-Shannon divergence of GKD, between both
+    loss: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    topk: int = 64  # tokens of the teacher in each place, at most 64
+    beta: float = 0.5  # of jsd: near 0 as forward_kl, near 1 as reverse_kl
+    # all other tokens count as one; without it forward_kl is verl's forward_kl_topk
+    tail: bool = True
+    coef: float = 1.0  # of its loss, beside that of the rewards
+    loss_max_clamp: float | None = None  # nats: a token's loss is at most this; verl's is 10
+
+
 # Former fields of AlgoConfig, which are options of one policy loss or of one estimator now.
 MOVED = {
     **{name: f"loss_args.{name}" for name in (
@@ -84,7 +98,8 @@ class AlgoConfig:
     # (lowest, highest): rewards beyond are learnt from as if they were these; metrics have them as
     # they are
     reward_clip: tuple[float, float] | None = None
-    reward_coef: float = 1.0  # 0: the KL in the reward alone, as in distillation
+    reward_coef: float = 1.0  # 0: a teacher alone, by the KL in the reward or by `distillation`
+    distillation: DistillationConfig | None = None  # learn from ref.model's distribution
     kl_coef: float = 0.0  # above 0: a reference model is loaded
     kl_estimator: KlEstimator | Callable[..., Any] = "k3"
     kl_cut: float | None = None  # of k3 and k3+: a token's value is at most this; verl's is 10

@@ -19,6 +19,7 @@ from spmdrl.weights.shards import Shards
 # logprobs and entropy are (num_tokens,) float32, 0 on tokens whose loss_mask is 0. The loss is a
 # sum already weighted by micro_batch.loss_weights; each metric is a sum over unmasked tokens, or a
 # maximum where its name ends in _max. For a critic: logprobs are the values, entropy is zeros.
+# Where the batch has teacher_ids, the micro-batch has a policy's student_logprobs, with gradient.
 LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -35,9 +36,11 @@ class TrainEngine(Protocol):
 
     def logprobs(
         self, batch: Batch, temperature: float, pi_squared: bool = False,
-        images: BatchImages | None = None,
+        images: BatchImages | None = None, top_k: int = 0,
     ) -> PolicyStats:  # fmt: skip
-        """Log-probability and entropy of every unmasked token; sums of squares where wanted."""
+        """Log-probability and entropy of every unmasked token; sums of squares where wanted, or
+        with top_k of 1 to 64 the most probable tokens.
+        """
         ...
 
     def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:

@@ -87,13 +87,16 @@ def stand_in(batch: Batch) -> Batch:
         dummy.routed_experts = Routing(num_layers, top_k, 0).unknown(2)
     for name, value in batch.tensors():
         if getattr(dummy, name) is None:
-            setattr(dummy, name, torch.zeros(1 if name in SEQ_FIELDS else 2, dtype=value.dtype))
+            count = 1 if name in SEQ_FIELDS else 2
+            setattr(dummy, name, torch.zeros(count, *value.shape[1:], dtype=value.dtype))
     return dummy
 
 
 def scatter_rows(picked: Tensor, rows: Tensor, mb: Batch) -> Tensor:
-    """(n,) values of tokens `rows` -> (num_tokens,), zero elsewhere; keeps the graph if n is 0."""
-    out = picked.new_zeros(mb.num_tokens).index_copy(0, rows, picked)
+    """(n,) or (n, k) values of tokens `rows` -> (num_tokens,) or (num_tokens, k), zero elsewhere;
+    keeps the graph if n is 0.
+    """
+    out = picked.new_zeros(mb.num_tokens, *picked.shape[1:]).index_copy(0, rows, picked)
     return out + 0.0 * picked.sum()
 
 

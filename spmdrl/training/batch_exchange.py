@@ -300,7 +300,10 @@ def send_results(
     target: Ranks,
     post: P2PChannel,
 ) -> None:
-    """values: (num_tokens,) of each mini-batch of this rank as one of `source`."""
+    """values: of each mini-batch of this rank as one of `source`, (num_tokens,) or (num_tokens, k).
+
+    Returns at once, as `P2PChannel.send` does.
+    """
     rows = assignment.held(source, post.rank)
     lens = assignment.seq_lens[rows]
     everything = torch.cat(values)
@@ -316,15 +319,18 @@ def receive_results(
     source: Ranks,
     target: Ranks,
     post: P2PChannel,
+    like: Tensor | None = None,
 ) -> list[Tensor]:
-    """(num_tokens,) of each mini-batch of this rank as one of `target`.
+    """(num_tokens,) or (num_tokens, k) of each mini-batch of this rank as one of `target`.
 
-    own: what this rank itself has of them as one of `source`; None where it is not.
+    own: what this rank itself has of them as one of `source`; None where it is not. like: has their
+    dtype and the axes behind the first; None: float32, (num_tokens,).
     """
+    like = torch.zeros(0) if like is None else like
     rows = assignment.held(target, post.rank)
     lens = assignment.seq_lens[rows]
     senders = assignment.train_ranks[source][rows]
-    result = torch.zeros(int(lens.sum()))
+    result = like.new_zeros(int(lens.sum()), *like.shape[1:])
     works: list[tuple[list[dist.Work], Tensor, Tensor]] = []
     for sender in senders.unique().tolist():
         places = torch.repeat_interleave(senders == sender, lens)
@@ -335,7 +341,7 @@ def receive_results(
             wanted = torch.repeat_interleave(chosen, assignment.seq_lens[held])
             result[places] = torch.cat(own)[wanted]
         else:
-            values = torch.zeros(int(places.sum()))
+            values = like.new_zeros(int(places.sum()), *like.shape[1:])
             works.append((post.expect(values, sender), places, values))
     for pending, places, values in works:
         for work in pending:

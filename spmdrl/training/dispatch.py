@@ -249,7 +249,8 @@ def send_to_role(
     if source.ranks == target.ranks:  # those that are given sequences have it already
         if target.here and not source.here:  # a rank that helps them holds no token
             for batch, name in product(batches.of(target), names):
-                setattr(batch, name, torch.zeros(batch.num_tokens))
+                like = result_like(roles, name)
+                setattr(batch, name, like.new_zeros(batch.num_tokens, *like.shape[1:]))
         return
     post, assignment = roles.post, batches.assignment
     for name in names:
@@ -257,6 +258,14 @@ def send_to_role(
         if own is not None:
             send_results(own, assignment, source.ranks, target.ranks, post)
         if target.here:
-            found = receive_results(own, assignment, source.ranks, target.ranks, post)
+            like = result_like(roles, name)
+            found = receive_results(own, assignment, source.ranks, target.ranks, post, like)
             for batch, values in zip(batches.of(target), found, strict=True):
                 setattr(batch, name, values)
+
+
+def result_like(roles: Roles, name: str) -> Tensor:
+    """Returns a tensor without tokens that has the dtype and the further axes of a result."""
+    dtype = torch.int32 if name == "teacher_ids" else torch.float32
+    columns = (roles.teacher_topk,) if name in ("teacher_ids", "teacher_logprobs") else ()
+    return torch.zeros(0, *columns, dtype=dtype)

@@ -128,6 +128,12 @@ class Roles:
         return self.config.rollout.temperature
 
     @property
+    def teacher_topk(self) -> int:
+        """How many tokens the reference names in each place, where it is a teacher; else 0."""
+        distillation = self.config.algo.distillation
+        return 0 if distillation is None else distillation.topk
+
+    @property
     def trainers(self) -> list[Trainer]:
         found = (self.actor, self.ref, self.critic, self.prm)
         return [trainer for trainer in found if trainer is not None]

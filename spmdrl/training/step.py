@@ -64,15 +64,20 @@ def train_step(
 
 
 def compute_ref_logprobs(roles: Roles, batches: TrainBatches) -> None:
-    """Sets ref_logprobs by the frozen reference model, where there is one."""
+    """Sets ref_logprobs by the frozen reference model, where there is one; of a teacher also
+    teacher_ids and teacher_logprobs.
+    """
     ref = roles.ref
     if ref is None or not ref.here:
         return
     with roles.phases("ref_logprobs", ref.topology):
         ref.model.onload()
         for batch in PROGRESS.each(batches.of(ref), "mini-batches"):
-            stats = ref.model.logprobs(batch, roles.temperature, images=ref.images)
+            stats = ref.model.logprobs(
+                batch, roles.temperature, images=ref.images, top_k=roles.teacher_topk
+            )
             batch.ref_logprobs = stats.logprobs
+            batch.teacher_ids, batch.teacher_logprobs = stats.top_ids, stats.top_logprobs
         ref.model.offload()
 
 
@@ -104,7 +109,7 @@ def compute_old_logprobs(roles: Roles, batches: TrainBatches) -> None:
             actor.model.onload()
             for batch in PROGRESS.each(batches.of(actor), "mini-batches"):
                 stats = actor.model.logprobs(batch, roles.temperature, token_sums, actor.images)
-                batch.old_logprobs, batch.old_entropy, batch.pi_squared = stats
+                batch.old_logprobs, batch.old_entropy, batch.pi_squared = stats[:3]
 
 
 def compute_advantages(roles: Roles, batches: TrainBatches, step: int) -> None:
@@ -113,7 +118,8 @@ def compute_advantages(roles: Roles, batches: TrainBatches, step: int) -> None:
     The actor's ranks do it, with statistics over all of them.
     """
     actor, config = roles.actor, roles.config
-    send_to_role(roles, batches, ("ref_logprobs",), roles.ref, actor)
+    of_teacher = ("teacher_ids", "teacher_logprobs") if roles.teacher_topk else ()
+    send_to_role(roles, batches, ("ref_logprobs", *of_teacher), roles.ref, actor)
     send_to_role(roles, batches, ("values",), roles.critic, actor)
     send_to_role(roles, batches, ("prm_logprobs",), roles.prm, actor)
     if actor.here:

@@ -22,6 +22,7 @@ from spmdrl.config import (
     ConfigError,
     CorrectionConfig,
     DataConfig,
+    DistillationConfig,
     OptimConfig,
     PpoConfig,
     RewardConfig,
@@ -72,6 +73,7 @@ def config_of(advantage="grpo", policy_loss="ppo", **options):
         rewards=RewardConfig(per_turn=per_turn),
         critic=TRAIN if advantage == "gae" else None,
         prm=TRAIN if advantage == "prime" else None,
+        ref=TrainConfig(model="teacher") if "distillation" in options else TrainConfig(),
         rollout=replace(BASE.rollout, greedy_baseline=advantage == "remax"),
     )
     check_algo(config)
@@ -144,6 +146,11 @@ OPTIONS = {
         "kl_coef": 0.1, "kl_in": "reward", "sample_filter": "max_random", "replay_steps": 1,
         "correction": CorrectionConfig(level="token")},
     "two epochs": {"epochs": 2, "policy_loss": "clip_cov"},
+    "teacher and rewards": {"distillation": DistillationConfig(loss="jsd", beta=0.3, topk=8)},
+    "teacher alone": {
+        "reward_coef": 0.0, "advantage": "reinforce", "aggregation": "seq_mean_token_mean",
+        "distillation": DistillationConfig(
+            topk=5, tail=False, coef=2.0, loss_max_clamp=0.012)},
 }  # fmt: skip
 
 
@@ -256,10 +263,13 @@ def steps_on(topology, cases, splits, models):
         for name, config in cases.items():
             samples = [sample_of(*address, config) for address in mine]
             needs_ref = config.algo.kl_coef > 0 or config.prm is not None
+            asked = roles[1] if needs_ref else None
+            if config.algo.distillation:  # another model than the actor
+                asked = replace(roles[3], name="ref")
             here = Roles(
                 config, topology, sampling, training, syncing=topology, phases=phases,
                 post=P2PChannel(topology), tokenizer=None, sampler=None, weights=None, mailbox=None,
-                actor=roles[0], ref=roles[1] if needs_ref else None,
+                actor=roles[0], ref=asked,
                 critic=roles[2] if config.critic else None, prm=roles[3] if config.prm else None,
                 kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
                 replay=replay_of(config, [sample_of(*address, config, 1) for address in mine]),

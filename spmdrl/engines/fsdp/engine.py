@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
 from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
-from spmdrl.data.images import BatchImages, ImageInputs, ProcessorFiles
+from spmdrl.data.images import BatchImages, ProcessorFiles
 from spmdrl.data.shared_prefix import Unit
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -31,6 +31,7 @@ from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
 from spmdrl.engines.fsdp.experts import check_experts, split_experts
+from spmdrl.engines.fsdp.inputs import ModelInputs, image_inputs
 from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.lora import Adapters, adapters_off, add_adapters
 from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base, save_adapter
@@ -64,7 +65,6 @@ from spmdrl.engines.fsdp.sharding import (
 from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.engines.fsdp.ulysses import (
     SequenceParallelGroup,
-    TokenShard,
     check_ulysses,
     counted_once,
     share_of,
@@ -82,6 +82,7 @@ from spmdrl.engines.micro_batches import (
     reduce_metrics,
     token_rows,
 )
+from spmdrl.engines.policy_head import num_columns, policy_stats, table_of, with_students
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config, sees_images, towers
 from spmdrl.hub.remote_code import code_files
@@ -208,13 +209,14 @@ class FsdpEngine:
     @torch.no_grad()
     def logprobs(
         self, batch: Batch, temperature: float, pi_squared: bool = False,
-        images: BatchImages | None = None,
+        images: BatchImages | None = None, top_k: int = 0,
     ) -> PolicyStats:  # fmt: skip
-        columns = 3 if pi_squared else 2
         table = self._per_token(
-            batch, columns, lambda mb: self._policy(mb, images, temperature, pi_squared)[:columns]
+            batch,
+            num_columns(pi_squared, top_k),
+            lambda mb: self._policy(mb, images, temperature, pi_squared, top_k),
         )
-        return PolicyStats(*table)
+        return policy_stats(table, top_k)
 
     @torch.no_grad()
     def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:
@@ -233,7 +235,7 @@ class FsdpEngine:
             for mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
                 inputs = self._inputs(mb)
                 with self._replaying(inputs):
-                    found.append((mb, torch.stack(forward(inputs))))
+                    found.append((mb, table_of(forward(inputs), columns)))
         for mb, values in found if own.num_tokens else ():  # on the rank that asked
             rows = token_rows(own, mb.seqs)
             result[:, rows] = values.cpu()[:, : len(rows)]
@@ -261,7 +263,9 @@ class FsdpEngine:
             with self._replaying(inputs):
                 with self.offloaded:
                     if isinstance(self.module, TokenPolicy):
-                        logprobs, entropy, _ = self._policy(inputs, images, temperature)
+                        found = self._policy(inputs, images, temperature, teacher=True)
+                        logprobs, entropy, _ = found
+                        inputs = inputs._replace(batch=with_students(inputs.batch, found))
                     else:
                         logprobs = self._value(inputs, images)
                         entropy = torch.zeros_like(logprobs)
@@ -290,16 +294,19 @@ class FsdpEngine:
 
     def _policy(
         self, inputs: ModelInputs, images: BatchImages | None, temperature: float,
-        pi_squared: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """(num_tokens,) logprobs, entropy and sums of squares (0 unless wanted); 0 if masked."""
+        pi_squared: bool = False, top_k: int = 0, teacher: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """What TokenPolicy returns, of all tokens: (num_tokens,) or (num_tokens, k); 0 if masked.
+
+        teacher: with the log-probabilities of the teacher's ids, where the batch has any.
+        """
         mb, mine, packing = inputs
         found = self.module(
             mine.token_ids, mine.positions, packing, mine.states, mine.targets,
             temperature, pi_squared, image_inputs(inputs, images, self.team),
+            top_k, mine.teacher_ids if teacher else None,
         )  # fmt: skip
-        logprobs, entropy, squares = (whole(part, mine.rows, mb, self.team) for part in found)
-        return logprobs, entropy, squares
+        return tuple(whole(part, mine.rows, mb, self.team) for part in found)
 
     def _value(self, inputs: ModelInputs, images: BatchImages | None) -> Tensor:
         mb, mine, packing = inputs
@@ -469,25 +476,3 @@ def files_beside_weights(hf: Any, kind: str, model: str) -> list[Any]:
     generation = [hf.generation_config] if kind != "reward" else []
     processor = [ProcessorFiles(model)] if sees_images(hf.config) else []
     return [config, *generation, *code_files(hf.config), *processor]
-
-
-class ModelInputs(NamedTuple):
-    """A micro-batch as the model is given it."""
-
-    batch: Batch  # on the device, all of its tokens
-    mine: TokenShard
-    packing: Packing
-
-
-def image_inputs(
-    inputs: ModelInputs, images: BatchImages | None, team: SequenceParallelGroup | None
-) -> ImageInputs | None:
-    """Returns the images of a micro-batch, for those of its tokens that this rank has: the ranks of
-    a team all pass the tower with all images, and each uses its own tokens' vectors.
-    """
-    if images is None:
-        return None
-    if team is not None:
-        images.share_replies(inputs.batch, team.group, inputs.batch.token_ids.device)
-    scene, count = images.scene(inputs.batch), len(inputs.mine.token_ids)
-    return scene if team is None else scene.of_tokens(team.rank * count, count)

@@ -61,6 +61,7 @@ class TokenShard:
     states: Tensor  # (n,) int64: on which of them
     targets: Tensor  # (n,) int64: the ids of `rows`
     routed_experts: Tensor | None = None  # (num_local, num_moe_layers, top_k), as in Batch
+    teacher_ids: Tensor | None = None  # (n, k) int64: those of `rows`, as in Batch
 
 
 def share_of(
@@ -86,14 +87,19 @@ def share_of(
     rows = rows[here]
     of_tokens = (pad(mb.token_ids[row.tokens], (0, padding))[mine], positions[mine], rows,
                  states[here], mb.token_ids[rows])  # fmt: skip
-    experts: tuple[Tensor, ...] = ()
+    further = {}
     if mb.routed_experts is not None:  # padding goes where the first token goes
-        experts = (mb.routed_experts[pad(row.tokens, (0, padding))[mine]],)
-    return TokenShard(lens, prefixes, *to_device([*of_tokens, *experts], device))
+        further["routed_experts"] = mb.routed_experts[pad(row.tokens, (0, padding))[mine]]
+    if mb.teacher_ids is not None:
+        further["teacher_ids"] = mb.teacher_ids[rows].long()
+    moved = to_device([*of_tokens, *further.values()], device)
+    named = dict(zip(further, moved[len(of_tokens) :], strict=True))
+    return TokenShard(lens, prefixes, *moved[: len(of_tokens)], **named)
 
 
 def whole(found: Tensor, rows: Tensor, mb: Batch, team: SequenceParallelGroup | None) -> Tensor:
-    """(n,) values of tokens `rows`, these the share of a rank -> (num_tokens,), 0 if masked.
+    """(n,) or (n, k) values of tokens `rows`, these the share of a rank -> (num_tokens,) or
+    (num_tokens, k), 0 if masked.
 
     All ranks of the team get all values and then compute the same loss from them: each keeps the
     gradient of its own. Collective over the team.

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
 
 from spmdrl.checkpoint.format import Staged
@@ -48,6 +47,13 @@ from spmdrl.engines.micro_batches import (
     reduce_metrics,
     scatter_rows,
     token_rows,
+)
+from spmdrl.engines.policy_head import (
+    head_results,
+    num_columns,
+    policy_stats,
+    table_of,
+    with_students,
 )
 from spmdrl.engines.sequence_sharing import SumForward, broadcast_batch
 from spmdrl.types import Batch, PolicyStats
@@ -82,11 +88,11 @@ class MegatronEngine:
 
     def logprobs(
         self, batch: Batch, temperature: float, pi_squared: bool = False,
-        images: BatchImages | None = None,
+        images: BatchImages | None = None, top_k: int = 0,
     ) -> PolicyStats:  # fmt: skip
-        columns = 3 if pi_squared else 2
-        look = partial(self.policy, temperature=temperature, pi_squared=pi_squared)
-        return PolicyStats(*self._per_token(batch, columns, look, images))
+        look = partial(self.policy, temperature=temperature, pi_squared=pi_squared, top_k=top_k)
+        columns = num_columns(pi_squared, top_k)
+        return policy_stats(self._per_token(batch, columns, look, images), top_k)
 
     def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:
         return self._per_token(batch, 1, self.value, images)[0]
@@ -104,7 +110,7 @@ class MegatronEngine:
             parts = self._micro_batches(batch)
 
             def stats(inputs: Inputs, hidden: Tensor) -> Tensor:
-                return torch.stack(look(inputs, hidden)[:columns]).cpu()
+                return table_of(look(inputs, hidden), columns).cpu()
 
             found = self.run(self._on_device(parts), stats, forward_only=True, images=images)
         if own.num_tokens:  # this is the rank that asked
@@ -126,12 +132,15 @@ class MegatronEngine:
         sums: dict[str, Tensor] = {}
 
         def loss(inputs: Inputs, hidden: Tensor) -> Tensor:
+            mb = inputs.batch
             if self.parts.kind == "policy":
-                logprobs, entropy, _ = self.policy(inputs, hidden, temperature)
+                found = self.policy(inputs, hidden, temperature, teacher=True)
+                logprobs, entropy, _ = found
+                mb = with_students(mb, found)
             else:
                 (logprobs,) = self.value(inputs, hidden)
                 entropy = torch.zeros_like(logprobs)
-            value, metrics = loss_fn(logprobs, entropy, inputs.batch)
+            value, metrics = loss_fn(logprobs, entropy, mb)
             add_metrics(sums, {"loss_sum": value.detach(), **metrics})
             if self.parts.mtp_embeddings is None:
                 return value
@@ -306,12 +315,13 @@ class MegatronEngine:
 
     def policy(
         self, inputs: Inputs, hidden: Tensor, temperature: float, pi_squared: bool = False,
-        frozen_head: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        frozen_head: bool = False, top_k: int = 0, teacher: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """(num_tokens,) logprobs, entropy and sums of squares (0 unless wanted); 0 if masked.
 
         hidden: (rows, local tokens, hidden_size), as the model returns it. frozen_head: no gradient
-        flows into the head.
+        flows into the head. top_k, and teacher, which asks for the batch's teacher_ids where it has
+        any: what there is in place of the squares, policy_head.head_results says.
         """
         head, mb = self.parts.head, inputs.batch
         if frozen_head:
@@ -319,13 +329,14 @@ class MegatronEngine:
             head = replace(head, weight=head.weight.detach(), bias=bias)
         states = self.chosen_states(inputs, hidden)
         targets = mb.token_ids[inputs.chosen[inputs.local]]
-        stats = lm_head_logprobs(
-            states.to(head.weight.dtype), head.weight, targets, temperature, head.bias,
-            softcap=head.softcap, pi_squared=pi_squared, group=head.group,
-            first_row=head.first_row,
+        ids = None
+        if teacher and mb.teacher_ids is not None:
+            ids = mb.teacher_ids[inputs.chosen[inputs.local]].long()
+        stats = head_results(
+            states.to(head.weight.dtype), head.weight, targets, temperature, pi_squared, top_k, ids,
+            bias=head.bias, softcap=head.softcap, group=head.group, first_row=head.first_row,
         )  # fmt: skip
-        logprobs, entropy, squares = (self.everywhere(inputs, found) for found in stats)
-        return logprobs, entropy, squares
+        return tuple(self.everywhere(inputs, found) for found in stats)
 
     def value(self, inputs: Inputs, values: Tensor) -> tuple[Tensor]:
         """values: (rows, local tokens, 1), as the model with its ValueHead returns them."""
@@ -348,7 +359,9 @@ class MegatronEngine:
         return shared.flatten(0, 1)[inputs.states]
 
     def everywhere(self, inputs: Inputs, values: Tensor) -> Tensor:
-        """(m,) of inputs.local -> (num_tokens,) on every context-parallel rank."""
+        """(m,) or (m, k) of inputs.local -> (num_tokens,) or (num_tokens, k) on every
+        context-parallel rank.
+        """
         rows = inputs.chosen[inputs.local]
         whole = scatter_rows(values, rows, inputs.batch)
         if self.parts.groups.context.size() > 1:

@@ -47,8 +47,8 @@ READERS: Readers = {
         lambda a: a.advantage != "grpo_passk",
     ),
     "reward_coef": (
-        "kl_in='reward' with kl_coef above 0, beside which it weighs the reward",
-        lambda a: a.kl_coef > 0 and a.kl_in == "reward",
+        "kl_in='reward' with kl_coef above 0, and distillation, beside which it weighs the reward",
+        lambda a: (a.kl_coef > 0 and a.kl_in == "reward") or a.distillation is not None,
     ),
     "kl_estimator": ("kl_coef above 0", lambda a: a.kl_coef > 0),
     "kl_in": ("kl_coef above 0", lambda a: a.kl_coef > 0),
@@ -119,8 +119,8 @@ def check_teacher(config: PpoConfig) -> None:
         return
     require(
         ref.model not in (None, config.model),
-        "algo.reward_coef=0 leaves the KL to the reference alone, which is the model itself and "
-        "teaches it nothing: set ref.model to a teacher",
+        "algo.reward_coef=0 leaves the reference alone to learn from, which is the model itself "
+        "and teaches it nothing: set ref.model to a teacher",
     )
     asks = {
         "overlong_buffer": algo.overlong_buffer, "dynamic_sampling": algo.dynamic_sampling,

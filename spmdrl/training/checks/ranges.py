@@ -66,6 +66,8 @@ BOUNDS: Bounds = {
     "LoraConfig.rank": COUNT, "LoraConfig.alpha": POSITIVE, "LoraConfig.seed": (0, 2**63 - 1),
     "AlgoConfig.epochs": COUNT, "AlgoConfig.mini_batches": COUNT,
     "AlgoConfig.entropy_coef": (-1e15, None),
+    "DistillationConfig.topk": (1, 64), "DistillationConfig.beta": (TINY, 1),
+    "DistillationConfig.coef": POSITIVE, "DistillationConfig.loss_max_clamp": POSITIVE,
     "WeightsConfig.bucket_mib": (1, 2**24), "CheckpointConfig.keep": COUNT,
     "RunConfig.seed": (0, 2**63 - 1),
     "RunConfig.start_timeout_s": START_S, "RunConfig.stall_timeout_s": STALL_S,

@@ -53,6 +53,7 @@ from spmdrl.training.checks.common import (
     keep_towers,
     warnings_of_run,
 )
+from spmdrl.training.checks.distillation import check_distillation, check_tokenizers
 from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.ranges import check_bounds
@@ -120,6 +121,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_model(hf, config)
     check_strict(config, hf, hosted)
     check_router_replay(config, hf, hosted)
+    check_distillation(config, hf, hosted)
     placement = place(config, world)
     check_scores_of_model(config, len(placement.roles["reward"]))
     check_judge(config, placement.roles["rollout"], placement.roles["reward"])
@@ -149,6 +151,7 @@ def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
         if role.model is not None:
             other = load_hf_config(role.model)
             check_model_files(f"{name}.model", role.model, other, is_policy=name != "critic")
+    check_tokenizers(config)
 
 
 def warnings_of(config: PpoConfig) -> list[str]:
@@ -162,8 +165,8 @@ def check_read(config: PpoConfig) -> None:
     data = config.data
     require(
         config.ref.model is None or "ref" in training_roles(config),
-        f"ref.model={config.ref.model!r} has no effect: algo.kl_coef=0 and there is no prm, so the "
-        "run has no reference",
+        f"ref.model={config.ref.model!r} has no effect: algo.kl_coef=0 and there is neither "
+        "algo.distillation nor a prm, so the run has no reference",
     )
     require(
         data.eval is not None or data.max_eval_prompts is None,

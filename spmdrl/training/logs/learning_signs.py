@@ -179,6 +179,8 @@ def update_without_advantages(rows: Sequence[Row], config: PpoConfig) -> str | N
     row = rows[-1] if rows else {}
     if not row.get("advantage/all_zero") or "actor/grad_norm" not in row:
         return None
+    if config.algo.distillation is not None:  # there is a teacher to learn from
+        return None
     advice = ""
     if may_leave_groups_out(config):
         advice = (

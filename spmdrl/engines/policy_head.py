@@ -1,0 +1,66 @@
+"""What training engines ask of a policy's LM head, and the form in which its results come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from spmdrl_kernels.lm_head import lm_head_gathered, lm_head_logprobs
+from torch import Tensor
+
+from spmdrl.types import Batch, PolicyStats
+
+Head = Callable[..., tuple[Tensor, ...]]
+
+
+def head_results(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, pi_squared: bool,
+    top_k: int, ids: Tensor | None, plain: Head = lm_head_logprobs, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Returns logprobs and entropy of the targets, (n,) float32 each, and the sums of squares (0
+    unless `pi_squared`), or in their place what top_k or ids ask for.
+
+    top_k, above 0: (n, top_k) float32 twice, the largest log-probabilities, largest first, and
+    their ids; float32 holds ids exactly up to 2^24, more than any vocabulary has. ids: (n, k)
+    int64, or None; their log-probabilities, (n, k), with gradient. plain: what computes the rest;
+    options: further arguments of the head.
+    """
+    asked = hidden, weight, targets, temperature
+    if ids is not None:
+        return lm_head_gathered(hidden, weight, targets, ids, temperature, **options)
+    if top_k == 0:
+        return plain(*asked, pi_squared=pi_squared, **options)
+    logprobs, entropy, _, top, top_ids = lm_head_logprobs(*asked, top_k=top_k, **options)
+    return logprobs, entropy, top.float(), top_ids.float()
+
+
+def num_columns(pi_squared: bool, top_k: int) -> int:
+    """Returns how many rows `table_of` has of what a pass without gradient is asked for."""
+    return 2 + 2 * top_k if top_k else 3 if pi_squared else 2
+
+
+def table_of(found: Sequence[Tensor], columns: int) -> Tensor:
+    """(columns, num_tokens) of results of (num_tokens,) and (num_tokens, k); the first of them
+    where there are more.
+    """
+    rows = [part[None] if part.ndim == 1 else part.T for part in found]
+    return torch.cat(rows)[:columns]
+
+
+def policy_stats(table: Tensor, top_k: int) -> PolicyStats:
+    """table: as table_of makes it, of all tokens of a batch."""
+    if not top_k:
+        return PolicyStats(*table)
+    top, ids = table[2:].chunk(2)
+    return PolicyStats(
+        table[0].clone(), table[1].clone(), None, top.T.contiguous(), ids.T.int().contiguous()
+    )
+
+
+def with_students(mb: Batch, found: Sequence[Tensor]) -> Batch:
+    """Returns the micro-batch with what the policy says of the teacher's tokens, where it has any:
+    the third of the results of a pass with gradient.
+    """
+    return mb if mb.teacher_ids is None else replace(mb, student_logprobs=found[2])
