@@ -6,7 +6,7 @@ import pytest
 import torch
 from spmdrl_kernels import scan
 from spmdrl_kernels.linear import FastLinear, linear, use_fast_linear
-from spmdrl_kernels.lm_head import lm_head_logprobs
+from spmdrl_kernels.lm_head import lm_head_gathered, lm_head_logprobs
 from spmdrl_kernels.norm import rms_norm
 
 
@@ -40,6 +40,35 @@ def test_lm_head_matches_float64_in_value_and_gradient(chunk_bytes, with_bias, s
     for a, b in zip((*got, *got_grads), (*want, *want_grads), strict=True):
         # logits are float32 inside, whatever the inputs
         torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 37 * 5, 1 << 20])
+@pytest.mark.parametrize(("with_bias", "softcap"), [(False, None), (True, 3.0)])
+def test_gathered_columns_match_float64_in_value_and_gradient(chunk_bytes, with_bias, softcap):
+    """The targets are among the columns of some rows."""
+    g = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(n, 16, generator=g, dtype=torch.float64) for n in (23, 37))
+    bias = torch.randn(37, generator=g, dtype=torch.float64) if with_bias else None
+    inputs = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    targets = torch.randint(0, 37, (23,), generator=g)
+    ids = torch.rand(23, 37, generator=g).argsort(1)[:, :9]
+    up = torch.randn(11, 23, generator=g, dtype=torch.float64)
+
+    def gradients(logprobs, entropy, gathered):
+        weighted = (up[0] * logprobs + up[1] * entropy).sum() + (up[2:].T * gathered).sum()
+        return torch.autograd.grad(weighted, inputs)
+
+    columns = [reference(hidden, weight, c, 0.7, bias, softcap) for c in ids.T]
+    want = (
+        *reference(hidden, weight, targets, 0.7, bias, softcap)[:2],
+        torch.stack([logprobs for logprobs, *_ in columns], 1),
+    )
+    got = lm_head_gathered(hidden, weight, targets, ids, 0.7, bias, softcap, chunk_bytes)
+    for a, b in zip((*got, *gradients(*got)), (*want, *gradients(*want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+    none = lm_head_gathered(hidden[:0], weight, targets[:0], ids[:0])
+    assert none[2].shape == (0, 9)
+    assert (torch.autograd.grad(none[2].sum(), weight)[0] == 0).all()
 
 
 def test_lm_head_entropy_without_gradient_and_without_rows():

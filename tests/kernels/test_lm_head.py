@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_calls
 from spmdrl_kernels import linear
-from spmdrl_kernels.lm_head import lm_head_logprobs
+from spmdrl_kernels.lm_head import lm_head_gathered, lm_head_logprobs
 from torch.nn import functional as F
 from triton_tests import no_worse
 
@@ -161,6 +161,7 @@ def test_vocabulary_split_over_three_ranks():
     calls = [(_share, (inputs, cuts)) for cuts in ((0, 5, 705, 1000), (0, 1000, 1000, 1000))]
     for ranks in run_calls(3, calls):
         for found, _, refused in ranks:
+            torch.testing.assert_close(found.pop(), found[3])  # the top k, asked for by their ids
             assert torch.equal(found[4], truth[4])
             for got, want in zip(found[:4], truth[:4], strict=True):
                 torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
@@ -181,15 +182,18 @@ def _share(topology, inputs, cuts):
         top_k=20,
     )  # fmt: skip
     grads = torch.autograd.grad((up[0] * found[0] + up[1] * found[1]).sum(), leaves)
+    gathered = lm_head_gathered(
+        *leaves[:2], targets, found[4], 0.8, leaves[2], group=group, first_row=part.start
+    )
     with pytest.raises(ValueError, match="ask for fewer") as refused:
         lm_head_logprobs(hidden, weight[:20], targets, group=group, top_k=61)
-    return [t.detach() for t in found], grads, str(refused.value)
+    return [t.detach() for t in (*found, gathered[2])], grads, str(refused.value)
 
 
 MEMORY = """
 import sys, torch
 from pathlib import Path
-from spmdrl_kernels.lm_head import lm_head_logprobs
+from spmdrl_kernels.lm_head import lm_head_gathered, lm_head_logprobs
 
 def peak_kib():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
@@ -201,8 +205,13 @@ def run(rows, vocab):
                       for n in (rows, vocab))
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
     before = peak_kib()
-    found = lm_head_logprobs(hidden, weight, torch.zeros(rows, dtype=torch.int64))
-    loss = found[0].sum() + found[1].sum()
+    targets = torch.zeros(rows, dtype=torch.int64)
+    if sys.argv[-1] == "gathered":
+        ids = torch.arange(64).expand(rows, 64)
+        found = lm_head_gathered(hidden, weight, targets, ids)
+    else:
+        found = lm_head_logprobs(hidden, weight, targets)
+    loss = found[0].sum() + found[1].sum() + found[2].sum()
     grads = torch.autograd.grad(loss, [hidden, weight]) if backward else ()
     return 1024 * (peak_kib() - before) - sum(t.nbytes for t in (*found, *grads))
 
@@ -212,7 +221,7 @@ print(run(rows, vocab) / (4 * rows * vocab))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("passes", [[], ["backward"]])
+@pytest.mark.parametrize("passes", [[], ["backward"], ["backward", "gathered"]])
 def test_a_tenth_of_the_memory_of_all_logits(dtype, passes):
     """Of the process, as the kernel counts it, beyond inputs, results and gradients.
 

@@ -9,7 +9,7 @@ from ranks import groups_that_end, run_ranks
 from tiny_models import save_qwen3, save_tokenizer
 from training_batches import CONFIG, LENS, whole_batch
 
-from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
+from spmdrl.config import AlgoConfig, DistillationConfig, OptimConfig, TrainConfig
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
 
@@ -86,10 +86,24 @@ def loss_of(kind):
     return policy_objective(algo) if kind == "policy" else value_objective(algo)
 
 
+def taught_batch():
+    """The whole batch, with what a teacher says of four tokens in each place."""
+    batch = whole_batch()
+    draw = torch.Generator().manual_seed(7)
+    batch.teacher_ids = torch.rand(batch.num_tokens, 60, generator=draw).argsort(1)[:, :4].int()
+    batch.teacher_logprobs = torch.randn(batch.num_tokens, 5, generator=draw).log_softmax(1)[:, :4]
+    return batch
+
+
 def updated(engine, kind, count=1):
-    """Metrics of `count` updates."""
-    batch = whole_batch().select(share_of(engine))
-    return [engine.update(batch, loss_of(kind), temperature=0.8) for _ in range(count)]
+    """Metrics of `count` updates; a policy's also learn from a teacher."""
+    from spmdrl.algo.distillation import distilling
+
+    batch, loss_fn = whole_batch(), loss_of(kind)
+    if kind == "policy":
+        batch, loss_fn = taught_batch(), distilling(loss_fn, DistillationConfig("jsd", topk=4))
+    batch = batch.select(share_of(engine))
+    return [engine.update(batch, loss_fn, temperature=0.8) for _ in range(count)]
 
 
 def weights_of(engine):
@@ -101,7 +115,7 @@ def weights_of(engine):
 
 def results_on(topology, models, cases):
     """Of each case its sequences, logprobs or values, two updates' metrics, and all weights then;
-    None on ranks outside."""
+    None on ranks outside. Beside logprobs the four likeliest tokens of each place."""
     found = []
     for case in cases:
         with groups_that_end():
@@ -114,8 +128,11 @@ def result_on(topology, models, case):
     if engine is None:
         return None
     batch = whole_batch().select(share_of(engine))
-    looks = case[1] == "policy"
-    looked = engine.logprobs(batch, 0.8, True) if looks else [engine.values(batch)]
+    if case[1] == "policy":
+        stats = engine.logprobs(batch, 0.8, True), engine.logprobs(batch, 0.8, top_k=4)
+        looked = [*stats[0][:3], *stats[1][3:]]
+    else:
+        looked = [engine.values(batch)]
     metrics = updated(engine, case[1], 2)
     return share_of(engine), list(looked), metrics, weights_of(engine)
 
