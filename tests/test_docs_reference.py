@@ -109,6 +109,7 @@ def by_role() -> dict[str, set[str]]:
     objectives, pair = "algo/objectives.py", keys_of("algo/preference.py", "pair_terms")
     parts = ("policy_objective", "rollout_difference", "tokens_above_cut", "near_policy")
     around = keys_of(objectives, *parts)
+    around |= keys_of("algo/distillation.py", "distillation_metrics")
     answers = answer_terms()
     return {
         "actor": every | mtp | around | keys_of("algo/losses.py") | {"<>"},

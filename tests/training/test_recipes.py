@@ -130,7 +130,8 @@ def test_the_greedy_answer_is_the_baseline_of_remax(folder):
 
 def test_a_teacher_alone_teaches(folder, tmp_path):
     """Distillation: rewards are logged and have no say, a student of its own teacher has nothing to
-    learn, and another's distribution comes nearer."""
+    learn, and another's distribution comes nearer; by the teacher's likeliest tokens, and with the
+    teacher on a rank of its own, soon."""
     other = save_qwen3(tmp_path / "teacher", seed=5)
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] *= 8  # a teacher with a mind of its own
@@ -142,13 +143,23 @@ def test_a_teacher_alone_teaches(folder, tmp_path):
     own = run(folder, 2, "own_teacher", *args, "--steps", "1", "--ref.model", "twin")[1]
     assert own["reward/std"] > 0
     assert abs(own["advantage/mean"]) < 1e-6
-    taught = ["--ref.model", str(other), "--steps", "40", "--data.prompts_per_step", "32",
+    taught = ["--ref.model", str(other), "--data.prompts_per_step", "32",
               "--actor.optim.lr", "1e-2", "--rollout.static_split", "True"]  # fmt: skip
-    rows = run(folder, 2, "other_teacher", *args, *taught)[1:]
+    rows = run(folder, 2, "other_teacher", *args, *taught, "--steps", "40")[1:]
     for row in rows:
         assert row["advantage/mean"] == pytest.approx(-row["reward/kl"], rel=1e-5)
     kl = [row["reward/kl"] for row in rows]
     assert sum(kl[-10:]) < 0.95 * sum(kl[:10]), kl
+    likely = ["--algo.advantage", "reinforce", "--algo.reward_coef", "0", "--ref.dtype", "float32",
+              "--algo.distillation.loss", "jsd", "--algo.distillation.topk", "16",
+              "--rollout.n", "1", "--placement.actor", "0", "--placement.ref", "1",
+              "--steps", "10"]  # fmt: skip
+    rows = run(folder, 2, "likely_tokens", *likely, *taught)[1:]
+    losses = [row["actor/distillation_loss"] for row in rows]
+    assert losses[-1] < 0.7 * losses[0], losses
+    assert [row["actor/loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    log = Path(folder, "log").read_text()
+    assert "every advantage of step" not in log  # there is a teacher to learn from
 
 
 STATEFUL = [
