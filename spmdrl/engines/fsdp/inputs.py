@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from spmdrl.data.images import BatchImages, ImageInputs
-from spmdrl.engines.fsdp.attention import Packing
+from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup, TokenShard
 from spmdrl.types import Batch
 
