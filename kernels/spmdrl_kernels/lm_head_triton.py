@@ -96,7 +96,7 @@ def lm_head_all(
     top_k: int = 0,
     tiles: Tiles | None = None,
     ids: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As spmdrl_kernels.lm_head.lm_head_logprobs, which has the plain form and checks top_k, and
     lm_head_gathered with ids, (rows, k) or None for k of 0. Six tensors always: the fourth and
     fifth (rows, top_k), the last (rows, k). chunk_bytes: of d loss / d logits."""
