@@ -112,7 +112,7 @@ def by_role() -> dict[str, set[str]]:
     around |= keys_of("algo/distillation.py", "distillation_metrics")
     answers = answer_terms()
     return {
-        "actor": every | mtp | around | keys_of("algo/losses.py") | {"<>"},
+        "actor": every | mtp | around | keys_of("algo/losses.py") | {"<>"} | pair_answer_terms(),
         "critic": every | keys_of(objectives, "value_objective"),
         "prm": every | keys_of(objectives, "prm_objective"),
         "sft": every | mtp | keys_of("sft.py", "cross_entropy"),
@@ -124,7 +124,12 @@ def by_role() -> dict[str, set[str]]:
 
 def answer_terms() -> set[str]:
     """What preference losses say of answers."""
-    terms = keys_of("algo/preference_terms.py", "pair_terms", "labelled_terms")
+    return pair_answer_terms() | keys_of("algo/preference_terms.py", "labelled_terms") - {"rewards"}
+
+
+def pair_answer_terms() -> set[str]:
+    """What those of them say that are of pairs."""
+    terms = keys_of("algo/preference_terms.py", "terms_of_pairs")
     return (terms | keys_of("algo/preference_losses.py")) - {"rewards"}
 
 

@@ -28,6 +28,7 @@ from spmdrl.algo.options import (
     given_options,
     option_values,
 )
+from spmdrl.algo.preference_losses import PREFERENCE_LOSSES, PreferenceLoss
 from spmdrl.config import Aggregation, AlgoConfig
 from spmdrl.types import Batch, segment_expand, segment_sum
 
@@ -355,6 +356,8 @@ class PolicyLoss:
     # those of the highest covariance, or some drawn from those between cov_low and cov_high. The
     # function then has the options of SELECTION_OPTIONS
     selects: Literal["highest", "drawn"] | None = None
+    # a loss of pairs, whose function this is: the best answer to a prompt, and the worst
+    pairs: PreferenceLoss | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function) or isinstance(self.function, PolicyLoss):
@@ -392,15 +395,23 @@ POLICY_LOSSES = {
 
 def loss_of(algo: AlgoConfig) -> PolicyLoss:
     """Returns the policy loss that the config names, or a record of the user's function."""
-    if isinstance(algo.policy_loss, str):
-        return POLICY_LOSSES[algo.policy_loss]
     given = algo.policy_loss
+    if isinstance(given, str):
+        given = POLICY_LOSSES.get(given) or PREFERENCE_LOSSES[given]
+    if isinstance(given, PreferenceLoss):
+        return PolicyLoss(given.function, aggregation="token_sum", has_ratio=False, pairs=given)
     return given if isinstance(given, PolicyLoss) else PolicyLoss(given)
 
 
 def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch], Loss]:
-    """Returns the policy loss as f(logprobs, old_logprobs, mb), with the options of the config."""
-    function = loss_of(algo).function
+    """Returns the policy loss as f(logprobs, old_logprobs, mb), with the options of the config.
+
+    A loss of pairs has its gradient in the advantages (`pair_gradients`).
+    """
+    loss = loss_of(algo)
+    if loss.pairs is not None:
+        return reinforce
+    function = loss.function
     return partial(function, **given_options(function, algo.loss_args))
 
 

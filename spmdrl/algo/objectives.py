@@ -144,6 +144,7 @@ def asks_before_update(algo: AlgoConfig) -> bool:
         or (algo.kl_coef > 0 and algo.kl_in == "reward")
         or algo.top_entropy_fraction < 1
         or selects(algo)
+        or weighs_pairs(algo)
         or estimator_of(algo).token_sums
     )
 
@@ -151,6 +152,11 @@ def asks_before_update(algo: AlgoConfig) -> bool:
 def selects(algo: AlgoConfig) -> bool:
     """Whether tokens are chosen over the mini-batch before each update."""
     return loss_of(algo).selects is not None
+
+
+def weighs_pairs(algo: AlgoConfig) -> bool:
+    """Whether the loss is one of pairs, whose gradient is computed before each update."""
+    return loss_of(algo).pairs is not None
 
 
 def corrects(algo: AlgoConfig) -> bool:

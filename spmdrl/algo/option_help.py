@@ -14,6 +14,7 @@ from typing import get_args
 
 from spmdrl.algo import options
 from spmdrl.algo.options import Range
+from spmdrl.config import PAIR_LOSSES
 
 TABLES = {
     "--algo.loss_args.": ("losses.py", "POLICY_LOSSES", "policy loss"),
@@ -26,7 +27,11 @@ PREFERENCE = {
 
 def option_lines() -> list[str]:
     """Returns a line for each loss and estimator that has options: name, type, default, range."""
-    return lines_of(TABLES)
+    return [
+        *lines_of(TABLES), "",
+        f"--algo.loss_args.  Of the losses of pairs ({', '.join(PAIR_LOSSES)}): as "
+        "`python -m spmdrl.preference --help` has them for --preference.loss_args.",
+    ]  # fmt: skip
 
 
 def preference_lines() -> list[str]:

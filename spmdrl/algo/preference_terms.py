@@ -7,6 +7,7 @@ an answer of thousands of tokens keeps what the log-probabilities have.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,7 +57,11 @@ def pair_terms(
     ref = mb.ref_sums[kept] if mb.ref_sums is not None else torch.zeros_like(sums).detach()
     parts = (part.view(-1, 2).unbind(1) for part in (sums, ref, counts[kept]))
     (chosen, rejected), (ref_chosen, ref_rejected), tokens = parts
-    pairs = Pairs(chosen, rejected, ref_chosen, ref_rejected, *tokens)
+    return terms_of_pairs(Pairs(chosen, rejected, ref_chosen, ref_rejected, *tokens), loss)
+
+
+def terms_of_pairs(pairs: Pairs, loss: Callable[[Pairs], Loss]) -> dict[str, Tensor]:
+    """Returns the loss and the metrics of each pair, (num_pairs,) float64."""
     losses, found = loss(pairs)
     found = {"rewards/chosen": pairs.chosen_ratios, "rewards/rejected": pairs.rejected_ratios,
              **found}  # fmt: skip
@@ -66,9 +71,31 @@ def pair_terms(
         "rewards/accuracies": (better > worse).double(),
         "rewards/margins": better - worse,
         **found,
-        "logps/chosen": chosen,
-        "logps/rejected": rejected,
+        "logps/chosen": pairs.chosen,
+        "logps/rejected": pairs.rejected,
     }
+
+
+def pair_gradients(
+    pairs: Pairs, loss: Callable[[Pairs], Loss]
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Returns the derivatives of the mean loss by the log-probabilities of the chosen and of the
+    rejected answers, (num_pairs,) float64 each, and the means of what `terms_of_pairs` says.
+
+    A loss L of pairs reads the weights through these sums alone, so that its gradient is the sum
+    over answers of dL / d log pi(y|x) times the gradient of log pi(y|x): exact where the sums are
+    those of the weights at hand. Of DPO the derivative by the chosen one is -beta sigmoid(-beta d)
+    / num_pairs, d the difference of both log-ratios. Source: Rafailov et al. 2023, arXiv
+    2305.18290, section 4 ("What does the DPO update do?").
+    """
+    with torch.enable_grad():
+        chosen, rejected = (x.detach().requires_grad_() for x in (pairs.chosen, pairs.rejected))
+        found = terms_of_pairs(replace(pairs, chosen=chosen, rejected=rejected), loss)
+        of_chosen, of_rejected = torch.autograd.grad(
+            found["loss"].mean(), (chosen, rejected), allow_unused=True, materialize_grads=True
+        )
+    means = {name: float(values.detach().double().mean()) for name, values in found.items()}
+    return of_chosen, of_rejected, means
 
 
 def labelled_terms(

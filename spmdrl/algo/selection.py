@@ -109,6 +109,22 @@ def draw(weights: Tensor, count: int, seed: int, step: int) -> Tensor:
     return torch.bincount(chosen, minlength=len(weights))
 
 
+def best_and_worst_of_groups(groups: Tensor, rewards: Tensor, usable: Tensor) -> Tensor:
+    """(num_pairs, 2) int64: of each group the row of the highest reward, then that of the lowest.
+
+    groups: (n,) int64, ascending; rewards: (n,) float64; usable: (n,) bool, rows that may be taken.
+    Of equal rewards the first row counts. A group whose usable rows have one reward has no pair.
+    """
+    pairs = []
+    for group in groups.unique_consecutive().tolist():
+        rows = ((groups == group) & usable).nonzero().flatten().tolist()
+        by_reward = [float(rewards[row]) for row in rows]
+        if unequal(by_reward):
+            best, worst = by_reward.index(max(by_reward)), by_reward.index(min(by_reward))
+            pairs.append([rows[best], rows[worst]])
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+
+
 def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) -> float:
     """0 up to max_tokens - buffer, then falling to -penalty at max_tokens.
 

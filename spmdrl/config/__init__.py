@@ -2,6 +2,8 @@
 
 from spmdrl.config.algo import (
     MOVED,
+    PAIR_LOSSES,
+    REFERENCE_LOSSES,
     Aggregation,
     AlgoConfig,
     CorrectionConfig,
@@ -84,11 +86,13 @@ __all__ = [
     "MultiTurnConfig",
     "NotGiven",
     "OptimConfig",
+    "PAIR_LOSSES",
     "PpoConfig",
     "PreferenceConfig",
     "PreferenceDataConfig",
     "PreferenceTrainingConfig",
     "ProfileConfig",
+    "REFERENCE_LOSSES",
     "REPLACED",
     "RewardConfig",
     "RewardFn",

@@ -55,6 +55,11 @@ class DistillationConfig:
     loss_max_clamp: float | None = None  # nats: a token's loss is at most this; verl's is 10
 
 
+# Losses of pairs, which spmdrl/algo/preference_losses.py defines; those that read a reference.
+PAIR_LOSSES = ("dpo", "ipo", "orpo", "simpo", "cpo")
+REFERENCE_LOSSES = ("dpo", "ipo")
+
+
 # Former fields of AlgoConfig, which are options of one policy loss or of one estimator now.
 MOVED = {
     **{name: f"loss_args.{name}" for name in (
@@ -81,7 +86,8 @@ class AlgoConfig:
     advantage: str | Callable[..., Any] = "grpo"
     # options of this estimator, by the names of its parameters: {"gamma": 0.99} for gae
     advantage_args: Mapping[str, Any] = field(default_factory=dict)
-    # by a name of spmdrl/algo/losses.py: ppo, gspo, cispo, sapo, ...
+    # by a name of spmdrl/algo/losses.py: ppo, gspo, cispo, sapo, ...; or a loss of pairs, the
+    # best and the worst answer to each prompt: dpo, ipo, ...: docs/online_preference.md
     policy_loss: str | Callable[..., Any] = "ppo"
     # options of this loss, by the names of its parameters: {"clip_high": 0.28} for ppo
     loss_args: Mapping[str, Any] = field(default_factory=dict)
@@ -142,3 +148,12 @@ class AlgoConfig:
                     f"{group}={{{option!r}: {value!r}}}"
                 )
         return super().__new__(cls)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy is compared with a reference model: by a KL, or by a loss of pairs."""
+        loss, free = self.policy_loss, self.loss_args.get("reference_free", False)
+        record = getattr(loss, "pairs", loss)
+        compares = getattr(record, "reference", False) or loss in REFERENCE_LOSSES
+        distils = self.distillation is not None
+        return self.kl_coef > 0 or distils or (compares and not free)

@@ -56,7 +56,7 @@ def place(config: PpoConfig, world: int) -> Placement:
     if unused:
         raise ConfigError(
             f"placement names {', '.join(unused)}, which this run does not have (ref needs "
-            "algo.kl_coef above 0 or algo.distillation, critic and prm their own section)"
+            "algo.kl_coef above 0, algo.distillation or a loss of pairs, critic and prm their own section)"
         )
     roles: dict[str, Ranks] = {}
     for name in ("actor", "rollout", *(n for n in trained if n != "actor"), "reward"):
@@ -76,8 +76,7 @@ def place(config: PpoConfig, world: int) -> Placement:
 def training_roles(config: PpoConfig) -> dict[str, TrainConfig]:
     """The roles of this run that hold a trainer's model, by name."""
     roles = {"actor": config.actor}
-    algo = config.algo
-    if algo.kl_coef > 0 or algo.distillation is not None or config.prm is not None:
+    if config.algo.needs_reference or config.prm is not None:
         roles["ref"] = config.ref
     if config.critic is not None:
         roles["critic"] = config.critic

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of, reward_keys_of
+from spmdrl.algo.objectives import weighs_pairs
 from spmdrl.config import PpoConfig
 from spmdrl.data.packing import (
     BatchAssignment,
@@ -43,6 +44,7 @@ from spmdrl.training.collect import RolloutResult
 from spmdrl.training.credit import resample
 from spmdrl.training.logs.metrics import sample_metrics
 from spmdrl.training.logs.sample_tokens import SampleRecorder, first_samples
+from spmdrl.training.online_preference import keep_pairs
 from spmdrl.training.roles import Roles, Trainer
 from spmdrl.types import Batch
 
@@ -184,6 +186,9 @@ def assign_and_pack(
         metrics["dynamic_sampling/rounds"] = rollout.rounds
         metrics["dynamic_sampling/groups"] = rollout.num_groups
     samples = sorted(rollout.samples, key=lambda s: (s.group, s.index))
+    if weighs_pairs(algo):
+        samples, of_pairs = keep_pairs(samples, roles.config, sampling)
+        metrics |= of_pairs
     if roles.config.agent is not None:
         samples = training_rows(samples, roles.config.rollout.n)
         samples.sort(key=lambda s: (s.group, s.index))

@@ -155,20 +155,21 @@ def train(
     loss_fn: LossFn,
     config: PpoConfig,
     epochs: int,
-    before: Callable[[Batch, int], None] | None = None,
+    before: Callable[[Batch, int], dict[str, float]] | None = None,
 ) -> dict[str, float]:
     """`epochs` passes of one update per mini-batch; metrics are means (maxima) over the updates.
 
-    before(batch, number of updates done): called ahead of each. A mini-batch that has nothing to
-    learn from on any rank makes no update.
+    before(batch, number of updates done): called ahead of each; what it returns are metrics of the
+    update, in place of its own of the same name. A mini-batch that has nothing to learn from on any
+    rank makes no update.
     """
     updates: list[dict[str, float]] = []
     skipped_before = trainer.skipped
     for batch in PROGRESS.each(epochs * batches, "updates"):
-        if before is not None:
-            before(batch, len(updates))
+        known = {} if before is None else before(batch, len(updates))
         temperature = config.rollout.temperature
-        updates.append(update(trainer, batch, loss_fn, temperature, config.nan_updates))
+        found = update(trainer, batch, loss_fn, temperature, config.nan_updates)
+        updates.append(found | known if found else found)
     done = [update for update in updates if update]
     skipped = {"skipped_updates": float(trainer.skipped - skipped_before)}
     return (skipped if config.nan_updates else {}) | {

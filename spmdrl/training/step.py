@@ -20,6 +20,7 @@ from spmdrl.algo.objectives import (
     policy_objective,
     selects,
     value_objective,
+    weighs_pairs,
 )
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.training.checks.strict import require_equal
@@ -27,6 +28,7 @@ from spmdrl.training.collect import RolloutResult
 from spmdrl.training.credit import add_advantages, add_correction, select_tokens
 from spmdrl.training.dispatch import TrainBatches, dispatch_batches, send_to_role
 from spmdrl.training.logs.metrics import merged
+from spmdrl.training.online_preference import prepare_pairs, weigh_pairs
 from spmdrl.training.process_reward_model import update_process_reward_model
 from spmdrl.training.push_weights import push_weights
 from spmdrl.training.roles import Roles, train
@@ -128,7 +130,10 @@ def compute_advantages(roles: Roles, batches: TrainBatches, step: int) -> None:
             metrics |= staleness(roles, own, step)
             if corrects_before_update(config.algo):
                 metrics |= add_correction(own, config.algo, actor.topology)
-            metrics |= add_advantages(own, config, roles.kl_coef, actor.topology)
+            if weighs_pairs(config.algo):
+                metrics |= prepare_pairs(own, actor.topology)
+            else:
+                metrics |= add_advantages(own, config, roles.kl_coef, actor.topology)
     send_to_role(roles, batches, ("returns", "loss_weights"), actor, roles.critic)
 
 
@@ -153,8 +158,10 @@ def update_actor(roles: Roles, batches: TrainBatches, step: int) -> None:
         actor.model.onload()
         loss_fn = policy_objective(algo, roles.kl_coef, entropy_bonus(roles))
         loss_fn = batches.recorder.watch(loss_fn)
-        select = selector(roles, step) if selects(algo) else None
-        updates = train(actor, batches.of(actor), loss_fn, config, algo.epochs, select)
+        before = None
+        if selects(algo) or weighs_pairs(algo):
+            before = before_update(roles, step)
+        updates = train(actor, batches.of(actor), loss_fn, config, algo.epochs, before)
         batches.metrics |= take_mismatch(updates)
         batches.metrics |= {f"actor/{name}": value for name, value in updates.items()}
         if config.strict:
@@ -171,18 +178,23 @@ def gather_metrics(roles: Roles, batches: TrainBatches) -> None:
         batches.metrics = merged(batches.metrics, roles.training)
 
 
-def selector(roles: Roles, step: int) -> Callable[[Batch, int], None]:
-    """Chooses the tokens of clip_cov and kl_cov before each update, by the policy at hand."""
+def before_update(roles: Roles, step: int) -> Callable[[Batch, int], dict[str, float]]:
+    """What is done before each update, by the policy at hand: chooses the tokens of clip_cov and
+    kl_cov, or computes the gradient of a loss of pairs, whose metrics it returns.
+    """
     config, actor = roles.config, roles.actor
 
-    def select(batch: Batch, update: int) -> None:
+    def before(batch: Batch, update: int) -> dict[str, float]:
         logprobs = batch.old_logprobs
         if update > 0 or logprobs is None or config.algo.correction.bypass:
             stats = actor.model.logprobs(batch, roles.temperature, images=actor.images)
             logprobs = stats.logprobs
+        if weighs_pairs(config.algo):
+            return weigh_pairs(batch, logprobs, config, actor.topology)
         batch.selected_mask = select_tokens(batch, logprobs, config, step, update, actor.topology)
+        return {}
 
-    return select
+    return before
 
 
 def staleness(roles: Roles, batches: list[Batch], step: int) -> dict[str, float]:

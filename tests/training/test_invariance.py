@@ -151,6 +151,8 @@ OPTIONS = {
         "reward_coef": 0.0, "advantage": "reinforce", "aggregation": "seq_mean_token_mean",
         "distillation": DistillationConfig(
             topk=5, tail=False, coef=2.0, loss_max_clamp=0.012)},
+    "online dpo": {"policy_loss": "dpo", "mini_batches": 3, "overlong_buffer": 10},
+    "online simpo": {"policy_loss": "simpo", "epochs": 2, "reward_clip": (0.0, 0.5)},
 }  # fmt: skip
 
 
@@ -262,7 +264,7 @@ def steps_on(topology, cases, splits, models):
         mine = addresses[sampling.rank :: sampling.world] if sampling.here else []
         for name, config in cases.items():
             samples = [sample_of(*address, config) for address in mine]
-            needs_ref = config.algo.kl_coef > 0 or config.prm is not None
+            needs_ref = config.algo.needs_reference or config.prm is not None
             asked = roles[1] if needs_ref else None
             if config.algo.distillation:  # another model than the actor
                 asked = replace(roles[3], name="ref")

@@ -14,6 +14,7 @@ from spmdrl.algo.advantages import Estimator, estimator_of, reward_keys_of
 from spmdrl.algo.correction import TESTS
 from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_of, loss_options
 from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, RolloutConfig, require
+from spmdrl.training.checks.online_preference import check_pairs
 from spmdrl.training.checks.options import check_all_options, is_number, shown
 
 # option -> (who reads it, in words; whether this config's algorithm does)
@@ -69,6 +70,7 @@ def check_algo(config: PpoConfig) -> None:
     """Raises ConfigError with the options, their values and the remedy."""
     algo = config.algo
     check_all_options(algo)
+    check_pairs(config)
     check_ranges(algo)
     check_read(algo)
     check_teacher(config)
@@ -377,7 +379,7 @@ def check_correction(config: PpoConfig) -> None:
     cuts = [f"{name}={getattr(rollout, name)}" for name in names
             if getattr(rollout, name) != getattr(whole, name)]  # fmt: skip
     require(
-        not cuts or weighs_the_engine(algo),
+        not cuts or weighs_the_engine(algo) or loss_of(algo).pairs is not None,
         f"rollout: {', '.join(cuts)} samples from another policy than the one that is trained: set "
         "algo.correction=CorrectionConfig(level='token') to weigh for it, or sample from the whole "
         "distribution (top_p=1, top_k=0, min_p=0, min_tokens=0, repetition_penalty=1)",

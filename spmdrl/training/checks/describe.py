@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.losses import aggregation_of
-from spmdrl.algo.objectives import needs_old_logprobs
+from spmdrl.algo.objectives import needs_old_logprobs, weighs_pairs
 from spmdrl.config import JudgeConfig, PpoConfig, SupervisedConfig, TrainConfig
 from spmdrl.distributed.placement import Ranks, place, show_ranks, training_roles
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
@@ -166,10 +166,18 @@ def algorithm_lines(config: PpoConfig) -> list[str]:
         ),
         f"the KL estimate {algo.kl_estimator} is cut at {algo.kl_cut}": algo.kl_cut is not None,
     }
+    chosen = (
+        f"  advantage {shown(algo.advantage)}, whitened over {over}; policy loss "
+        f"{shown(algo.policy_loss)}, aggregation {shown(aggregation_of(algo))}"
+    )
+    if weighs_pairs(algo):
+        chosen = (
+            f"  {shown(algo.policy_loss)} of the best and the worst answer to each prompt, a mean "
+            f"over pairs; {'with a' if algo.needs_reference else 'no'} reference"
+        )
     return [
         "algorithm",
-        f"  advantage {shown(algo.advantage)}, whitened over {over}; policy loss "
-        f"{shown(algo.policy_loss)}, aggregation {shown(aggregation_of(algo))}",
+        chosen,
         f"  old logprobs: {old}",
         *[f"  {text}" for text, is_on in extra.items() if is_on],
     ]

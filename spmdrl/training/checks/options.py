@@ -15,7 +15,7 @@ from spmdrl.algo.advantages import ESTIMATORS, Estimator, estimator_of
 from spmdrl.algo.losses import POLICY_LOSSES, PolicyLoss, loss_of
 from spmdrl.algo.options import Option, options_of, parameters_of, takes_any_option
 from spmdrl.cli.arguments import converted
-from spmdrl.config import AlgoConfig, ConfigError, require
+from spmdrl.config import PAIR_LOSSES, AlgoConfig, ConfigError, require
 
 
 def check_all_options(algo: AlgoConfig) -> None:
@@ -23,14 +23,15 @@ def check_all_options(algo: AlgoConfig) -> None:
     whose values are out of range.
     """
     check_name("algo.advantage", algo.advantage, ESTIMATORS)
-    check_name("algo.policy_loss", algo.policy_loss, POLICY_LOSSES)
+    check_name("algo.policy_loss", algo.policy_loss, [*POLICY_LOSSES, *PAIR_LOSSES])
     check_kind("algo.advantage", algo.advantage, PolicyLoss)
     check_kind("algo.policy_loss", algo.policy_loss, Estimator)
     estimator, loss = estimator_of(algo), loss_of(algo)
     check_options("algo.advantage_args", algo.advantage_args, estimator.function, algo.advantage)
     check_options("algo.loss_args", algo.loss_args, loss.function, algo.policy_loss)
     check_inputs("algo.advantage", estimator.function, (estimator.sees,))
-    check_inputs("algo.policy_loss", loss.function, ("logprobs", "old_logprobs", "mb"))
+    inputs = ("logprobs", "old_logprobs", "mb") if loss.pairs is None else ("answers",)
+    check_inputs("algo.policy_loss", loss.function, inputs)
 
 
 # what a group of options is of

@@ -166,7 +166,7 @@ def check_read(config: PpoConfig) -> None:
     require(
         config.ref.model is None or "ref" in training_roles(config),
         f"ref.model={config.ref.model!r} has no effect: algo.kl_coef=0 and there is neither "
-        "algo.distillation nor a prm, so the run has no reference",
+        "algo.distillation, nor a prm, nor a loss that reads it: the run has no reference",
     )
     require(
         data.eval is not None or data.max_eval_prompts is None,
