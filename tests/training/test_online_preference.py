@@ -5,14 +5,17 @@ That a whole step does not depend on ranks and micro-batches, test_invariance.py
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from programs import metrics_of, samples_of, set_up, train
 from ranks import run_calls
 from tiny_models import save_qwen3
 
@@ -73,7 +76,7 @@ def sample_of(group: int, index: int) -> Sample:
         Prompt(group, [3] * (2 + group), "d", None, "p"), group, index,
         response_ids=[rng.randint(3, 60) for _ in range(length)], loss_mask=mask,
         rollout_logprobs=[-1.0] * length, policy_version=[0] * length, finish_reason="stop",
-        reward=None if invalid else reward, invalid=invalid, penalty=-0.1 * (length > 6),
+        reward=None if invalid else reward, invalid=invalid, penalty=-0.1 * (length > 6 and group < GROUPS - 1),
     )  # fmt: skip
 
 
@@ -296,3 +299,38 @@ def test_what_a_loss_of_pairs_does_not_read_is_refused(config, words) -> None:
 
 def test_a_cut_distribution_needs_no_correction() -> None:
     check_algo(replace(BASE, rollout=RolloutConfig(n=4, max_tokens=9, top_p=0.9)))
+
+
+# ---- a run of the program
+
+
+@pytest.mark.ranks
+def test_a_run_learns_from_pairs_and_resumes_bit_for_bit(tmp_path, qwen3) -> None:
+    set_up(tmp_path, qwen3)
+    asked = ["--config", "cfg.py", "--algo.policy_loss", "dpo", "--algo.loss_args.beta", "0.3",
+             "--algo.epochs", "2", "--ref.dtype", "float32",
+             "--checkpoint.every_steps", "1"]  # fmt: skip
+    done = train(tmp_path, 1, *asked)
+    assert done.code == 0, done.output[-4000:]
+    rows, whole = metrics_of(tmp_path / "run"), samples_of(tmp_path / "run", 1)
+    first, second = rows[-2:]
+    assert [first["step"], second["step"]] == [1, 2] and "advantage/mean" not in first
+    assert 0 < first["pairs/share"] <= 1 - first["reward/frac_reward_zero_std"] + 1e-9
+    assert first["pairs/chosen_reward"] > first["reward/mean"] > first["pairs/rejected_reward"]
+    # log 2 where policy and reference are the same, and less in the second epoch
+    assert 0 < first["actor/loss"] < math.log(2) and first["actor/rewards/margins"] > 0
+    assert first["actor/logprob_diff_max"] < 1e-1 and first["actor/ref_kl"] >= 0
+    named = tmp_path / "run/samples/step_1_trained.jsonl"
+    trained = [json.loads(line) for line in named.open()]
+    rewards = {(row["group"], row["sample"]): row["reward"] for row in whole}
+    of_group: dict[int, list[tuple[float, float]]] = {}
+    for row in trained:
+        if (row["group"], row["sample"]) in rewards:
+            pair = of_group.setdefault(row["group"], [])
+            pair.append((rewards[row["group"], row["sample"]], row["advantage"]))
+    both = [sorted(pair) for pair in of_group.values() if len(pair) == 2]
+    assert both and all(worse < 0 < better for (_, worse), (_, better) in both)
+    shutil.rmtree(tmp_path / "run/checkpoints/step_00000002")
+    done = train(tmp_path, 1, *asked, "--resume", "auto")
+    assert done.code == 0, done.output[-4000:]
+    assert metrics_of(tmp_path / "run")[-1] == second
