@@ -395,7 +395,7 @@ POLICY_LOSSES = {
 
 def loss_of(algo: AlgoConfig) -> PolicyLoss:
     """Returns the policy loss that the config names, or a record of the user's function."""
-    given = algo.policy_loss
+    given: Any = algo.policy_loss
     if isinstance(given, str):
         given = POLICY_LOSSES.get(given) or PREFERENCE_LOSSES[given]
     if isinstance(given, PreferenceLoss):

@@ -238,6 +238,9 @@ class PreferenceLoss:
                 "from the reference"
             )
 
+    def __call__(self, *args: Any, **options: Any) -> Loss:
+        return self.function(*args, **options)
+
 
 PREFERENCE_LOSSES = {
     "dpo": PreferenceLoss(dpo),

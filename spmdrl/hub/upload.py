@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.cli.hub_names import MODEL, MODELSCOPE, HubName
+from spmdrl.config import PAIR_LOSSES
 from spmdrl.hub import huggingface, modelscope
 
 CARD = """---
@@ -86,5 +87,8 @@ def method_of(settings: Mapping[str, str]) -> tuple[str, str]:
     if "algo.advantage" not in settings:
         return "supervised fine-tuning", "sft"
     advantage, loss = settings["algo.advantage"], settings["algo.policy_loss"]
+    if loss.strip("'") in PAIR_LOSSES:
+        words = f"reinforcement learning, the loss `{loss}` of pairs of its own answers"
+        return words, "reinforcement-learning"
     words = f"reinforcement learning, advantages of `{advantage}`, policy loss of `{loss}`"
     return words, "reinforcement-learning"

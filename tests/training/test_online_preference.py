@@ -21,6 +21,7 @@ from tiny_models import save_qwen3
 
 from spmdrl.algo.preference_losses import PREFERENCE_LOSSES, Pairs, PreferenceLoss
 from spmdrl.algo.selection import best_and_worst_of_groups
+from spmdrl.cli.arguments import checked
 from spmdrl.config import (
     PAIR_LOSSES,
     REFERENCE_LOSSES,
@@ -265,7 +266,7 @@ def hinge(answers: Pairs, *, beta: float = 0.1) -> tuple[torch.Tensor, dict[str,
     ],
 )
 def test_the_reference_is_loaded_where_the_loss_reads_it(loss, args, reference) -> None:
-    config = with_algo(policy_loss=loss, loss_args=args)
+    config = checked(with_algo(policy_loss=loss, loss_args=args), "cfg.py")
     check_algo(config)
     assert ("ref" in training_roles(config)) == reference
 
