@@ -77,7 +77,8 @@ def sample_of(group: int, index: int) -> Sample:
         Prompt(group, [3] * (2 + group), "d", None, "p"), group, index,
         response_ids=[rng.randint(3, 60) for _ in range(length)], loss_mask=mask,
         rollout_logprobs=[-1.0] * length, policy_version=[0] * length, finish_reason="stop",
-        reward=None if invalid else reward, invalid=invalid, penalty=-0.1 * (length > 6 and group < GROUPS - 1),
+        reward=None if invalid else reward, invalid=invalid,
+        penalty=-0.1 * (length > 6 and group < GROUPS - 1),
     )  # fmt: skip
 
 
