@@ -87,7 +87,7 @@ def method_of(settings: Mapping[str, str]) -> tuple[str, str]:
     if "algo.advantage" not in settings:
         return "supervised fine-tuning", "sft"
     advantage, loss = settings["algo.advantage"], settings["algo.policy_loss"]
-    if loss.strip("'") in PAIR_LOSSES:
+    if loss in PAIR_LOSSES:
         words = f"reinforcement learning, the loss `{loss}` of pairs of its own answers"
         return words, "reinforcement-learning"
     words = f"reinforcement learning, advantages of `{advantage}`, policy loss of `{loss}`"

@@ -107,7 +107,7 @@ def test_a_push_takes_an_empty_folder_alone(tmp_path):
 CARDS = [
     (saved_of(**{"model": "Qwen/Qwen3-0.6B@c1", "algo.advantage": "gae", "algo.policy_loss": "x"}),
      "Qwen/Qwen3-0.6B", "reinforcement-learning", "advantages of `gae`, policy loss of `x`"),
-    (saved_of(**{"model": "Qwen/Qwen3-0.6B", "algo.advantage": "grpo", "algo.policy_loss": "dpo"}),
+    (saved_of(**{"model": "Qwen/Qwen3-0.6B@c1", "algo.advantage": "-", "algo.policy_loss": "dpo"}),
      "Qwen/Qwen3-0.6B", "reinforcement-learning", "`dpo` of pairs of its own answers"),
     (saved_of(model="modelscope:Qwen/Qwen3-0.6B"), "Qwen/Qwen3-0.6B", "sft",
      "https://modelscope.cn/models/Qwen/Qwen3-0.6B"),
