@@ -56,7 +56,8 @@ def place(config: PpoConfig, world: int) -> Placement:
     if unused:
         raise ConfigError(
             f"placement names {', '.join(unused)}, which this run does not have (ref needs "
-            "algo.kl_coef above 0, algo.distillation or a loss of pairs, critic and prm their own section)"
+            "algo.kl_coef above 0, algo.distillation or a loss of pairs, critic and prm their own "
+            "section)"
         )
     roles: dict[str, Ranks] = {}
     for name in ("actor", "rollout", *(n for n in trained if n != "actor"), "reward"):
