@@ -125,6 +125,7 @@ def build(
         if host is None:  # nobody knows what another program's model takes
             check_memory(config, topology.world, rl_planner(prompts.num_tokens, gpu_gib_here()))
     looks = with_replies(looks, config)
+    check_kept(config, looks)
     images = batch_images(config, looks, prompts)
     trainers = build_trainers(config, runtime, topologies, placement, images, host)
     with phases("build reward model"):
@@ -145,24 +146,25 @@ def build(
         if rollout is not None and roles.sleeps:
             rollout.sleep()
     order.lag = int(can_overlap(roles))
-    keeper = keeper_of(config, runtime, topologies.sampling, len(prompts), looks)
+    keeper = keeper_of(config, runtime, topologies.sampling, len(prompts))
     return RlRun(config, runtime, roles, prompts, held_out, order, keeper=keeper)
 
 
+def check_kept(config: PpoConfig, looks: ImageLimits | None) -> None:
+    """Raises ConfigError where samples are to be kept that show images."""
+    require(
+        config.keep_samples == KeepSamplesConfig() or looks is None or not looks.per_prompt,
+        "keep_samples: samples of this data show images, which are not kept, so that no step could "
+        "be replayed: leave keep_samples out",
+    )
+
+
 def keeper_of(
-    config: PpoConfig, runtime: Runtime, sampling: Topology, num_rows: int,
-    looks: ImageLimits | None,
-) -> SampleKeeper | None:  # fmt: skip
-    """None where no samples are kept whole. num_rows: of the data to train on. Raises ConfigError
-    where samples show images, which are not kept.
-    """
+    config: PpoConfig, runtime: Runtime, sampling: Topology, num_rows: int
+) -> SampleKeeper | None:
+    """None where no samples are kept whole. num_rows: of the data to train on."""
     if config.keep_samples == KeepSamplesConfig() or not sampling.here:
         return None
-    require(
-        looks is None or not looks.per_prompt,
-        "keep_samples: the data has images, which are not kept, so that no step could be replayed: "
-        "leave it out",
-    )
     return SampleKeeper(
         runtime.run_dir, config.keep_samples, sampling.rank, sampling.world, num_rows
     )
