@@ -92,7 +92,7 @@ def last_step(
         batches = train_step(roles, make, plan.step, push=False)
     roles.post.wait_until_delivered()
     assert batches is not None  # every rank trains
-    with roles.phases("gather results"):
+    with roles.phases("log samples"):
         own = batches.of(roles.actor)
         tokens = None
         if address is not None:
@@ -155,7 +155,7 @@ def trained_engines(roles: Roles) -> dict[str, Any]:
 
 def kept_samples(plan: ReplayPlan, roles: Roles, step: int) -> RolloutResult:
     """Returns this rank's share of a step's samples, as the run has kept them."""
-    with roles.phases("read samples", roles.sampling):
+    with roles.phases("data", roles.sampling):
         sampling = roles.sampling
         return read_share(plan.run_dir, step, sampling.rank, sampling.world).rollout
 
