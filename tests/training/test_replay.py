@@ -12,6 +12,7 @@ import pytest
 import torch
 from programs import set_up, train
 
+from spmdrl.checkpoint.earlier_runs import later_files
 from spmdrl.config import ConfigError, KeepSamplesConfig, PpoConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.training.checks.rl import warnings_of_kept
@@ -214,6 +215,11 @@ def test_a_replay_begins_at_the_newest_checkpoint_that_serves(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
             make_plan(tmp_path, config, step)
+
+
+def test_a_start_from_an_earlier_step_sets_later_samples_aside(tmp_path):
+    names = {path.name for path in later_files(run_folder(tmp_path), 38)}
+    assert names == {"step_39.samples_0.npz", "step_40.samples_0.npz"}
 
 
 @pytest.mark.parametrize(("config", "words"), [

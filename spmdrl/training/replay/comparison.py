@@ -93,7 +93,7 @@ def first_difference(found: list[Compared], tolerance: float) -> Compared | None
 
 def comparison_lines(found: list[Compared], tolerance: float) -> list[str]:
     """A table, and below it what it says."""
-    rows = [("computed", "run", "replay", "difference")]
+    rows: list[tuple[str, ...]] = [("computed", "run", "replay", "difference")]
     rows += [(c.name, c.run, c.replay, shown(c, tolerance)) for c in found]
     return [*aligned(rows), "", verdict(found, tolerance)]
 
@@ -130,7 +130,7 @@ def edit_lines(
     edited_sums: SequenceSums,
 ) -> list[str]:  # fmt: skip
     """The replayed step and the edited one side by side: what differs between them."""
-    rows = [("metric", "replay", "edited", "change")]
+    rows: list[tuple[str, ...]] = [("metric", "replay", "edited", "change")]
     names = [*usual, *(name for name in edited if name not in usual)]
     for name in sorted(names, key=lambda name: name == LAST):
         one, other = usual.get(name), edited.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ class ReplayPlan:
     step: int
     start: Path | None  # the checkpoint before it; None: the models as the run began with them
     done: int  # steps that it has done; those between are replayed too
-    row: dict[str, Any]  # of metrics.jsonl
+    row: Mapping[str, Any]  # of metrics.jsonl
     computed: SequenceSums | None  # what the run has kept of it
     actor_ranks: int  # of the run; 0: not known
 
@@ -79,19 +80,21 @@ def find_start(
     """(the newest checkpoint from which all steps up to `step` have samples, its step); None and 0
     where the run itself began so. Raises ConfigError where there is neither.
     """
-    found: list[tuple[int, Path | None]] = [*steps_in(run_dir / "checkpoints")]
+    found = steps_in(run_dir / "checkpoints")
     if config.resume not in ("never", "auto") and Path(config.resume).is_dir():
         folder = Path(config.resume)
         found.append((read_run(folder)["step"], folder))
     found = sorted(each for each in found if each[0] < step)
-    for done, folder in [*reversed(found), (0, None)]:
+    for done, folder in reversed(found):
         if not missing(done, step, kept):
             return folder, done
-    newest, folder = found[-1] if found else (0, None)
-    where = (
-        f"the checkpoint before it is {folder}" if folder else "there is no checkpoint before it"
-    )
-    lacking = ", ".join(map(str, missing(newest, step, kept)[:8]))
+    if not missing(0, step, kept):
+        return None, 0
+    where, done = "there is no checkpoint before it", 0
+    if found:
+        done, newest = found[-1]
+        where = f"the checkpoint before it is {newest}"
+    lacking = ", ".join(map(str, missing(done, step, kept)[:8]))
     raise ConfigError(
         f"--step {step}: {where}, and the samples of step {lacking} between were not kept. Keep at "
         "least as many steps as there are between two checkpoints: --keep_samples.last"

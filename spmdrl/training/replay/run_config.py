@@ -145,21 +145,23 @@ def placed(config: PpoConfig, run_dir: Path, same_ranks: bool) -> PpoConfig:
     same_ranks: as many as the actor had; otherwise the layouts of roles are those of plain FSDP,
     or of megatron without any parallelism of models.
     """
-    roles = {name: getattr(config, name) for name in ("actor", "ref", "critic", "prm")}
+    if not same_ranks:
+        config = replace(
+            config, actor=portable(config.actor), ref=portable(config.ref),
+            critic=config.critic and portable(config.critic),
+            prm=config.prm and portable(config.prm),
+        )  # fmt: skip
     return replace(
         config, placement={}, async_steps=0, judge=None, reward_model=None, tools=(),
         environment=None, agent=None, multi_turn=MultiTurnConfig(), agents=AgentConfig(),
         trackers=(), profile=None, reward=unscored, rewards=RewardConfig(), sandbox=None,
         rollout=replace(config.rollout, tensor_parallel=1), keep_samples=KeepSamplesConfig(),
         data=replace(config.data, sampler=SamplerConfig()), resume="never", run_dir=str(run_dir),
-        **{name: role if same_ranks else portable(role) for name, role in roles.items()},
     )  # fmt: skip
 
 
-def portable(role: TrainConfig | None) -> TrainConfig | None:
+def portable(role: TrainConfig) -> TrainConfig:
     """Returns the role in a layout that fits any number of ranks."""
-    if role is None:
-        return None
     return replace(
         role, fsdp=-1, ulysses=1, expert_parallel=1, tensor_parallel=1, sequence_parallel=False,
         pipeline_parallel=1, virtual_pipeline=1, context_parallel=1, expert_tensor_parallel=1,

@@ -69,7 +69,8 @@ def sums_of_batch(
     batch: Batch, names: list[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(sums, sums of absolute values) by field, (num_seqs,) float64 each."""
-    sums, sizes = {}, {}
+    sums: dict[str, np.ndarray] = {}
+    sizes: dict[str, np.ndarray] = {}
     for name in names:
         values = getattr(batch, name).cpu().double()
         for found, each in ((sums, values), (sizes, values.abs())):
