@@ -9,6 +9,7 @@ samples. docs/replay.md
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -127,6 +128,7 @@ def replay(
     from spmdrl.training.replay.rerun import rerun
 
     found = rerun(plan, runtime, None, address)
+    gc.collect()  # the models: there is room for one of each
     edited = None if edit is None else rerun(plan, runtime, edit, address)
     PROGRESS.now("")
     if found is not None:

@@ -251,6 +251,8 @@ def test_only_what_is_made_of_samples_can_be_edited(tmp_path):
     assert edited_config(config, "", {"algo.policy_loss": "gspo"}).algo.policy_loss == "gspo"
     with pytest.raises(ConfigError, match=r"--rollout\.temperature: a step is replayed with other"):
         edited_config(config, "", {"rollout.temperature": 0.5})
+    with pytest.raises(ConfigError, match="dynamic_sampling=3 would learn from other samples"):
+        edited_config(config, "", {"algo.dynamic_sampling": 3})
 
 
 # ---- whole programs

@@ -25,6 +25,7 @@ from spmdrl.config import (
     require,
 )
 
+CHOOSE = ("sample_filter", "replay_steps", "dynamic_sampling", "dynamic_sampling_metric")
 EDITABLE = ("algo", "reward", "rewards")  # what a step does with samples that are there
 
 
@@ -98,8 +99,9 @@ def require_functions(config: PpoConfig, path: Path) -> None:
 
 def edited_config(config: PpoConfig, file: str, overrides: Mapping[str, Any]) -> PpoConfig:
     """Returns the run's config with other fields. file: a config whose algo, reward and rewards
-    are taken. Raises ConfigError for a field that says how samples are made.
+    are taken. Raises ConfigError for a field that says how samples are made or chosen.
     """
+    usual = config.algo
     if file:
         other = load_config(file, PpoConfig, {})
         config = replace(config, **{name: getattr(other, name) for name in EDITABLE})
@@ -110,6 +112,12 @@ def edited_config(config: PpoConfig, file: str, overrides: Mapping[str, Any]) ->
                 "--algo.policy_loss gspo. All else is what made its samples"
             )
         config = override(config, key, overrides[key])
+    for name in CHOOSE:
+        require(
+            getattr(config.algo, name) == getattr(usual, name),
+            f"algo.{name}={getattr(config.algo, name)!r} would learn from other samples than the "
+            f"run did: leave it at {getattr(usual, name)!r}",
+        )
     return config
 
 
