@@ -25,6 +25,7 @@ from spmdrl.config import (
     require,
 )
 
+# fields of algo that choose samples
 CHOOSE = ("sample_filter", "replay_steps", "dynamic_sampling", "dynamic_sampling_metric")
 EDITABLE = ("algo", "reward", "rewards")  # what a step does with samples that are there
 
