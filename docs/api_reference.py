@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 92  # columns of a signature
 PROGRAMS = (
     "launch", "ppo", "sft", "preference", "reward_model", "evaluate", "export", "translate",
-    "timeline", "view/__main__",
+    "timeline", "replay", "view/__main__",
 )  # fmt: skip
 
 

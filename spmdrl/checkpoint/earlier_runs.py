@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 PREFIX = "earlier-"
 REFERENCE = "reference"  # log-probabilities that are named by what they are of, and stay true
-OF_A_STEP = r"(?:step|eval)_(\d+)[._].*"  # names of files in samples/ and profile/
+OF_A_STEP = r"(?:step|eval)_(\d+)[._].*"  # names of files in these folders
 
 
 def set_aside(run_dir: Path, done: int, loaded: Path | None = None) -> Path | None:
@@ -72,8 +72,9 @@ def everything(run_dir: Path, loaded: Path | None) -> Iterator[Path]:
 
 def later_files(run_dir: Path, done: int) -> Iterator[Path]:
     """Checkpoints, samples and profiles of steps after `done`."""
+    folders = ("samples", "kept_samples", "profile")
     yield from (path for step, path in checkpoint.steps_in(run_dir / "checkpoints") if step > done)
-    for path in sorted([*run_dir.glob("samples/*"), *run_dir.glob("profile/*")]):
+    for path in sorted(path for name in folders for path in run_dir.glob(f"{name}/*")):
         found = re.fullmatch(OF_A_STEP, path.name)
         if found and int(found[1]) > done:
             yield path

@@ -151,7 +151,7 @@ class AlgoConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy is compared with a reference model: by a KL, or by a loss of pairs."""
+        """Whether a reference model is read: by a KL, by distillation, or by a loss of pairs."""
         loss, free = self.policy_loss, self.loss_args.get("reference_free", False)
         record = getattr(loss, "pairs", loss)
         compares = getattr(record, "reference", False) or loss in REFERENCE_LOSSES

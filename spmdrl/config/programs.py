@@ -15,7 +15,7 @@ from spmdrl.config.base import Environment, RewardFn
 from spmdrl.config.data import AnswerDataConfig, DataConfig, PreferenceDataConfig, SftDataConfig
 from spmdrl.config.rewards import JudgeConfig, RewardConfig, RewardModelConfig, SandboxConfig
 from spmdrl.config.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ServeConfig
-from spmdrl.config.run import CheckpointConfig, RunConfig, WeightsConfig
+from spmdrl.config.run import CheckpointConfig, KeepSamplesConfig, RunConfig, WeightsConfig
 from spmdrl.config.training import OptimConfig, TrainConfig
 
 
@@ -66,6 +66,7 @@ class PpoConfig(RunConfig):
     log_samples: int = 16  # per step, written to samples/
     # of each of these: the first tokens, with log-probabilities and advantages; 0: none of them
     log_sample_tokens: int = 1024
+    keep_samples: KeepSamplesConfig = field(default_factory=KeepSamplesConfig)
     judge: JudgeConfig | None = None  # reward="judge": its score and nothing else
     sandbox: SandboxConfig | None = None  # None: of this machine, docs/sandbox.md
 

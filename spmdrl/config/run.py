@@ -60,6 +60,16 @@ class ProfileConfig:
     trace: bool = True  # False: on GPUs, only nsys's window and its ranges of phases
 
 
+@dataclass(frozen=True)
+class KeepSamplesConfig:
+    """Steps whose samples are kept whole in run_dir/kept_samples, for spmdrl.replay. 0: none."""
+
+    last: int = 0  # the newest steps; no fewer than checkpoint.every_steps, or some have no start
+    # the first of so many steps, for good: 1, n + 1, 2n + 1, .. each behind a checkpoint where
+    # checkpoint.every_steps divides n. docs/replay.md
+    every: int = 0
+
+
 class Tracker(Protocol):
     """A place where a run is shown. An object of your own in `trackers` has these methods, or some
     of them where its class inherits this one. They are called on the first rank alone.

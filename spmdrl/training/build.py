@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.config import PpoConfig, SamplerConfig, require
+from spmdrl.config import KeepSamplesConfig, PpoConfig, SamplerConfig, require
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
 from spmdrl.data.prompt_sampler import PromptSampler
 from spmdrl.data.prompt_stats import is_tracked
@@ -49,6 +49,7 @@ from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.overlap import StepRequests, can_overlap
 from spmdrl.training.partial_rollouts import PartialRollouts
+from spmdrl.training.replay.keeper import SampleKeeper
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.roles import Roles, Sampler, Trainer
 from spmdrl.training.run_length import with_length
@@ -72,6 +73,7 @@ class RlRun:
     samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
     # of the next step, where its sampling begins while this one is scored
     next_requests: StepRequests | None = None
+    keeper: SampleKeeper | None = None  # on the ranks that sample, where samples are kept whole
     spans: SpanLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +125,7 @@ def build(
         if host is None:  # nobody knows what another program's model takes
             check_memory(config, topology.world, rl_planner(prompts.num_tokens, gpu_gib_here()))
     looks = with_replies(looks, config)
+    check_kept(config, looks)
     images = batch_images(config, looks, prompts)
     trainers = build_trainers(config, runtime, topologies, placement, images, host)
     with phases("build reward model"):
@@ -143,7 +146,28 @@ def build(
         if rollout is not None and roles.sleeps:
             rollout.sleep()
     order.lag = int(can_overlap(roles))
-    return RlRun(config, runtime, roles, prompts, held_out, order)
+    keeper = keeper_of(config, runtime, topologies.sampling, len(prompts))
+    return RlRun(config, runtime, roles, prompts, held_out, order, keeper=keeper)
+
+
+def check_kept(config: PpoConfig, looks: ImageLimits | None) -> None:
+    """Raises ConfigError where samples are to be kept that show images."""
+    require(
+        config.keep_samples == KeepSamplesConfig() or looks is None or not looks.per_prompt,
+        "keep_samples: samples of this data show images, which are not kept, so that no step could "
+        "be replayed: leave keep_samples out",
+    )
+
+
+def keeper_of(
+    config: PpoConfig, runtime: Runtime, sampling: Topology, num_rows: int
+) -> SampleKeeper | None:
+    """None where no samples are kept whole. num_rows: of the data to train on."""
+    if config.keep_samples == KeepSamplesConfig() or not sampling.here:
+        return None
+    return SampleKeeper(
+        runtime.run_dir, config.keep_samples, sampling.rank, sampling.world, num_rows
+    )
 
 
 def start_rewards(

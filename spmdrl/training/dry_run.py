@@ -15,7 +15,13 @@ from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.rewards.runner import RewardRunner, rewards_of
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
 from spmdrl.rollout.multi_turn.environment import check_environments
-from spmdrl.training.build import build_order, load_dataset, load_train
+from spmdrl.training.build import (
+    build_order,
+    check_kept,
+    load_dataset,
+    load_train,
+    with_replies,
+)
 from spmdrl.training.checks.agents import agent_lines, check_agent_data, check_parser
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.length import check_steps
@@ -65,6 +71,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
             mixture = build_order(config, dataset).lines()
             config = with_length(config, num_prompts)
             check_steps(config, ranks)
+            check_kept(config, with_replies(dataset.looks(), config))
         lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long, "
                   f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
                   "in their text",

@@ -48,6 +48,7 @@ def transfer(roles: Roles, version: int) -> None:
         actor.model.onload(weights_only=True)
     if wakes:
         sampler.engine.wake(("weights",))
+    assert roles.weights is not None
     stats = roles.weights.push()
     if actor.here:
         actor.model.offload()

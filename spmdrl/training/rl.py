@@ -34,6 +34,9 @@ from spmdrl.training.loop import TrainingRun
 from spmdrl.training.measurements import StepReport, report, timing
 from spmdrl.training.overlap import can_overlap, collect_overlapping
 from spmdrl.training.push_weights import push_weights, take_weights
+from spmdrl.training.replay.keeper import is_kept, kept_file, remove_older, write_whole
+from spmdrl.training.replay.sequence_sums import packed_sums, sums_of
+from spmdrl.training.roles import Roles
 from spmdrl.training.run_state import RunState
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.step import train_step
@@ -82,6 +85,8 @@ def begin(run: RlRun, done: int) -> None:
 def end(run: RlRun) -> None:
     PROGRESS.now("ending the run")
     run.roles.post.wait_until_delivered()
+    if run.keeper is not None:
+        run.keeper.wait()
     close(run.roles)
     PROGRESS.now("")
 
@@ -101,6 +106,7 @@ def run_step(run: RlRun, step: int, push: bool = True) -> dict[str, float]:
     if not roles.sampling.here:
         run.order.follow(step, batches.step_info["order"])
     show_trained(run, step, batches)
+    keep_computed(run, step, batches)
     if ahead:
         sampled = StepReport.read(*batches.step_info["report"])
         found = sampled.add(report_of(run, step, roles.training))
@@ -150,6 +156,9 @@ def generate_and_score(run: RlRun, step: int) -> RolloutResult:
     rollout.step_info = {"order": run.order.event(step)}
     run.samples = rollout.all_samples
     show_samples(run, f"step_{step}", rollout.all_samples)
+    if run.keeper is not None:
+        with roles.phases("log samples", roles.sampling):
+            run.keeper.keep(step, rollout)
     if run.config.async_steps > 0:
         rollout.step_info["report"] = report_of(run, step, roles.sampling).as_json()
     return rollout
@@ -166,6 +175,7 @@ def ends_here(run: RlRun, step: int) -> bool:
 def write_transfers(run: RlRun) -> None:
     """run_dir/weights.txt: which ranks send how much to which when the engine gets new weights."""
     if run.is_log:
+        assert run.roles.weights is not None
         path = Path(run.runtime.run_dir, "weights.txt")
         with writing(path):
             path.write_text("\n".join([*run.roles.weights.describe(), ""]))
@@ -232,6 +242,20 @@ def show_trained(run: RlRun, step: int, batches: TrainBatches) -> None:
                 write_rows(path, [found[address] for address in sorted(found)])
 
 
+def keep_computed(run: RlRun, step: int, batches: TrainBatches) -> None:
+    """Keeps what the step has computed of each sequence, where its samples are kept for a replay.
+    On the actor's ranks.
+    """
+    config, actor = run.config.keep_samples, run.roles.actor
+    if not actor.here or not is_kept(config, step):
+        return
+    ranks, run_dir = actor.topology, run.runtime.run_dir
+    with run.roles.phases("log samples", ranks):
+        content = packed_sums(sums_of(batches.of(actor)), ranks.world)
+        write_whole(kept_file(run_dir, step, "computed", ranks.rank), content)
+        remove_older(run_dir, config, step, "computed", ranks.rank, ranks.world)
+
+
 def state_of(run: RlRun) -> RunState:
     """Returns the state of the run that a checkpoint holds."""
     roles, actor = run.roles, run.roles.actor
@@ -272,26 +296,15 @@ def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) ->
     adapt. Answers that were begun are gone on with where the prompts are the same.
     """
     roles = run.roles
-    algo, sampling = roles.config.algo, roles.sampling
+    sampling = roles.sampling
     shares = sorted(folder.glob("leftover_*.pt"))
     if not same_data:
         run.order.forget()
     if not same_data or roles.leftover is None or not shares:
         run.order.forget_begun()
-    adaptive = saved.get("adaptive", {})
-    if algo.kl_target is not None and adaptive.get("kl_coef") is not None:
-        roles.kl_coef = adaptive["kl_coef"]
-    if algo.entropy_target is not None and adaptive.get("entropy") is not None:
-        roles.entropy_coef, roles.entropy = adaptive["entropy_coef"], adaptive["entropy"]
+    restore_algorithm(roles, saved, folder)
     if not sampling.here:
         return
-    replayed = sorted(folder.glob("replay_*.pt"))
-    if roles.replay is not None and replayed:
-        roles.replay.load(
-            replayed, sampling.rank, sampling.world, num_keys=len(reward_keys_of(algo)),
-            per_turn=roles.config.rewards.per_turn,
-            replays_experts=roles.routing is not None,
-        )  # fmt: skip
     if shares and not same_data:
         logger.warning("the data is not what it was: what %s had begun is not asked again", folder)
     elif roles.leftover is not None and shares:
@@ -301,3 +314,23 @@ def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) ->
         )  # fmt: skip
     elif shares and sampling.rank == 0:
         logger.warning("rollout.oversample is off: what %s had begun is not asked again", folder)
+
+
+def restore_algorithm(roles: Roles, saved: dict[str, Any], folder: Path) -> None:
+    """Restores adaptive coefficients, and the samples of earlier steps that are trained on again.
+
+    saved: run.json of the checkpoint `folder`.
+    """
+    algo, sampling = roles.config.algo, roles.sampling
+    adaptive = saved.get("adaptive", {})
+    if algo.kl_target is not None and adaptive.get("kl_coef") is not None:
+        roles.kl_coef = adaptive["kl_coef"]
+    if algo.entropy_target is not None and adaptive.get("entropy") is not None:
+        roles.entropy_coef, roles.entropy = adaptive["entropy_coef"], adaptive["entropy"]
+    replayed = sorted(folder.glob("replay_*.pt"))
+    if sampling.here and roles.replay is not None and replayed:
+        roles.replay.load(
+            replayed, sampling.rank, sampling.world, num_keys=len(reward_keys_of(algo)),
+            per_turn=roles.config.rewards.per_turn,
+            replays_experts=roles.routing is not None,
+        )  # fmt: skip

@@ -100,7 +100,7 @@ class Roles:
     post: P2PChannel
     tokenizer: Any
     sampler: Sampler
-    weights: WeightSync  # actor -> rollout
+    weights: WeightSync | None  # actor -> rollout; None: there is no rollout engine (a replay)
     mailbox: WeightVersions | None  # only where sampling runs ahead of training
     actor: Trainer
     ref: Trainer | None = None

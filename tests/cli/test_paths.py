@@ -189,6 +189,7 @@ def test_an_export_says_what_is_wrong_before_torch_is_imported(here, args, words
 @pytest.mark.parametrize(("module", "words"), [
     ("export", ["--checkpoint DIR --out DIR", "  --ema: the moving average", "--trust_rem"]),
     ("timeline", ["python -m spmdrl.timeline RUN_DIR", "  --steps: 3:6 (both included)", "--out"]),
+    ("replay", ["python -m spmdrl.replay RUN --step 137", "  --sample: P.S", "--KEY VALUE"]),
 ])  # fmt: skip
 def test_help_of_programs_without_a_config_is_their_own(module, words):
     command = [sys.executable, "-m", f"spmdrl.{module}", "--help"]

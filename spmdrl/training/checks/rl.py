@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from spmdrl.config import (
     AgentConfig,
     ConfigError,
+    KeepSamplesConfig,
     MultiTurnConfig,
     PpoConfig,
     TrainConfig,
@@ -103,6 +104,11 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_per_turn(config)
     check_sandbox(config)
     require(
+        not hosted or config.keep_samples == KeepSamplesConfig(),
+        "keep_samples: another program has the actor, and saves no checkpoint that a step could be "
+        "replayed from: leave keep_samples out",
+    )
+    require(
         data.prompts_per_step % algo.mini_batches == 0,
         f"data.prompts_per_step={data.prompts_per_step} does not divide into "
         f"algo.mini_batches={algo.mini_batches}; counts that do: {divisors(data.prompts_per_step)}",
@@ -157,7 +163,21 @@ def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
 def warnings_of(config: PpoConfig) -> list[str]:
     """Returns warnings about what may be meant, and mostly is not."""
     found = warnings_of_length(config) if is_known(config) else []
-    return [*found, *warnings_of_agents(config), *warnings_of_run(config)]
+    return [
+        *found, *warnings_of_agents(config), *warnings_of_run(config), *warnings_of_kept(config)
+    ]  # fmt: skip
+
+
+def warnings_of_kept(config: PpoConfig) -> list[str]:
+    """Warns where most steps' samples are kept for nothing."""
+    last, saved = config.keep_samples.last, config.checkpoint.every_steps
+    if not last or 0 < saved <= last:
+        return []
+    return [
+        f"keep_samples.last={last}: a replay begins at a checkpoint, and checkpoint.every_steps="
+        f"{saved}, so that most steps will lack the samples of steps before them: set "
+        "keep_samples.last to every_steps or more"
+    ]
 
 
 def check_read(config: PpoConfig) -> None:

@@ -1,0 +1,183 @@
+"""Runs a step of a run again: python -m spmdrl.replay RUN --step 137 [--ranks 2]
+
+From the checkpoint before the step and the samples that the run has kept (keep_samples), without a
+rollout engine. Compares all numbers with those of the run and says which differs first.
+--sample 5.3 shows the tokens of sample 3 of group 5. Fields of algo, reward and rewards, such as
+--algo.policy_loss gspo, or --edit FILE show beside it what another config makes of the same
+samples. docs/replay.md
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fire
+
+from spmdrl.cli.arguments import converted
+from spmdrl.cli.help import asks_for_help
+from spmdrl.cli.paths import check_folder
+from spmdrl.config import ConfigError
+from spmdrl.distributed.env import before_torch, without_garbage_collection
+from spmdrl.distributed.exit import GUARD, exit_config
+from spmdrl.distributed.output import keep_output
+from spmdrl.distributed.progress import LIBRARIES, PROGRESS
+
+if TYPE_CHECKING:
+    from spmdrl.training.replay.plan import ReplayPlan
+    from spmdrl.training.replay.rerun import Edit, StepNumbers
+    from spmdrl.training.runtime import Runtime
+
+Address = tuple[int, int]
+
+
+@fire.decorators.SetParseFns(run_dir=str, sample=str, edit=str, config=str)  # 5.10 is no number
+def main(
+    run_dir: str = "", step: int = 0, ranks: int = 0, sample: str = "", edit: str = "",
+    config: str = "", tolerance: float = -1.0, **overrides: Any,
+) -> None:  # fmt: skip
+    """Replays one step of a run, which may still be going, and compares its numbers.
+
+    Args:
+        run_dir: the folder of the run
+        step: which of its steps
+        ranks: start so many processes on this host; 0: those that a launcher started, else one
+        sample: P.S, to show the tokens of sample S of group P, by their numbers in samples/
+        edit: a config file whose algo, reward and rewards are tried on the same samples
+        config: the config file of the run, where its algo has functions
+        tolerance: relative difference up to which numbers are equal; else 1e-6 where the actor
+            computes in float32, 1e-2 in bfloat16, and 0 with strict=True on as many ranks
+        overrides: fields of algo, reward and rewards to be tried: --algo.clip_high 0.3
+    """
+    if asks_for_help(overrides, main):
+        return
+    GUARD.install()
+    keep_output()
+    try:
+        start_ranks(converted(ranks, int, "--ranks"))
+        converted(step, int, "--step")
+        tolerance = converted(tolerance, float, "--tolerance")
+        address = address_of(sample)
+        check_folder("RUN", run_dir)
+        PROGRESS.start(f"reading {run_dir}")
+        PROGRESS.now(LIBRARIES)
+        before_torch()
+        with without_garbage_collection():
+            from spmdrl.training.fetch import fetch
+            from spmdrl.training.replay.plan import make_plan
+            from spmdrl.training.replay.run_config import placed, read_run_config
+            from spmdrl.training.runtime import started
+        value = read_run_config(Path(run_dir), config)
+        plan = make_plan(Path(run_dir), value, step)
+        tried = edit_of(plan, edit, overrides)
+        folder = Path(run_dir, "replay")
+    except ConfigError as error:
+        exit_config(error)
+    with started(placed(plan.config, folder, True)) as runtime:
+        plan = plan.with_config(fetch(plan.config, runtime.phases, "all", ()))
+        replay(plan, runtime, tried, address, tolerance)
+
+
+def start_ranks(ranks: int) -> None:
+    """Becomes the launcher of so many ranks, where there is none yet. Raises ConfigError where
+    there is one, of another number.
+    """
+    if "RANK" in os.environ:
+        world = int(os.environ["WORLD_SIZE"])
+        if ranks not in (0, world):
+            raise ConfigError(f"--ranks {ranks}: a launcher has started {world}; leave it out")
+    elif ranks > 1:
+        command = ["-m", "spmdrl.launch", "--nproc-per-node", str(ranks), "-m", "spmdrl.replay"]
+        os.execv(sys.executable, [sys.executable, *command, *sys.argv[1:]])
+
+
+def address_of(sample: str) -> Address | None:
+    """Reads "5.3"; None for "". Raises ConfigError."""
+    if not sample:
+        return None
+    found = re.fullmatch(r"(\d+)\.(\d+)", sample)
+    if found is None:
+        raise ConfigError(f"--sample {sample}: expected the numbers of group and sample, as in 5.3")
+    return int(found[1]), int(found[2])
+
+
+def edit_of(plan: ReplayPlan, file: str, overrides: dict[str, Any]) -> Edit | None:
+    """Returns what is tried on the step's samples; None: nothing. Raises ConfigError."""
+    from spmdrl.training.replay.rerun import Edit
+    from spmdrl.training.replay.run_config import check_rescoring, edited_config
+
+    if not file and not overrides:
+        return None
+    config = edited_config(plan.config, file, overrides)
+    rescores = bool(file) or any(not name.startswith("algo") for name in overrides)
+    if rescores:
+        check_rescoring(config)
+    return Edit(config, rescores)
+
+
+def replay(
+    plan: ReplayPlan, runtime: Runtime, edit: Edit | None, address: Address | None,
+    tolerance: float,
+) -> None:  # fmt: skip
+    """Runs the step, with an edit a second time, and tells of it. Collective over all ranks."""
+    from spmdrl.training.replay.rerun import rerun
+
+    found = rerun(plan, runtime, None, address)
+    gc.collect()  # the models: there is room for one of each
+    edited = None if edit is None else rerun(plan, runtime, edit, address)
+    PROGRESS.now("")
+    if found is not None:
+        tell(plan, runtime, found, edited, address, tolerance)
+
+
+def tell(
+    plan: ReplayPlan, runtime: Runtime, found: StepNumbers, edited: StepNumbers | None,
+    address: Address | None, tolerance: float,
+) -> None:  # fmt: skip
+    """Prints what came of it, and writes it to step_N.json. On the first rank."""
+    from spmdrl.training.replay import comparison
+
+    world = runtime.topology.world
+    if tolerance < 0:
+        tolerance = comparison.tolerance_of(plan.config, plan.actor_ranks == world)
+    compared = comparison.compare(plan.row, plan.computed, found.metrics, found.sums)
+    lines = [f"{plan.described()}, on {world} rank{'s' * (world > 1)}", ""]
+    lines += comparison.comparison_lines(compared, tolerance)
+    if edited is not None:
+        lines += ["", "with the edit:"]
+        lines += comparison.edit_lines(found.metrics, edited.metrics, found.sums, edited.sums)
+    for title, numbers in (("", found), (", with the edit", edited)):
+        if address is not None and numbers is not None:
+            lines += ["", *sample_lines(address, title, numbers)]
+    path = Path(runtime.run_dir, f"step_{plan.step}.json")
+    first = comparison.first_difference(compared, tolerance)
+    result = {
+        "step": plan.step, "ranks": world, "tolerance": tolerance,
+        "first_difference": None if first is None else first._asdict(),
+        "compared": [each._asdict() for each in compared], "metrics": found.metrics,
+        "edited": None if edited is None else edited.metrics,
+        "tokens": None if found.tokens is None else found.tokens._asdict(),
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1))
+    PROGRESS.line("\n".join([*lines, "", f"in {path}"]))
+
+
+def sample_lines(address: Address, title: str, numbers: StepNumbers) -> list[str]:
+    from spmdrl.training.replay.comparison import token_lines
+
+    name = f"sample {address[0]}.{address[1]}{title}"
+    table = numbers.tokens
+    if table is None:
+        return [f"{name}: the step has not learnt from a sample of these numbers"]
+    reward = f"reward {table.reward:g}" if table.valid else "invalid, so that it has no reward"
+    return [f"{name}: prompt {table.prompt_id}, {reward}", *token_lines(table.rows)]
+
+
+if __name__ == "__main__":
+    fire.Fire(main)
