@@ -51,7 +51,10 @@ API = (
     Section(
         "Prompts, samples, batches",
         "What functions of yours are given, and what `samples` of an attached run are.",
-        {"spmdrl.types": "Prompt Sample Picture Batch PolicyStats segment_sum segment_expand"},
+        {
+            "spmdrl.types": "Prompt Sample Picture Batch PolicyStats",
+            "spmdrl.segments": "segment_sum segment_expand",
+        },
     ),
     Section(
         "Losses and estimators of your own",

@@ -15,16 +15,18 @@ Every per-token field of a Batch is aligned to the token it speaks of and holds 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from spmdrl.segments import lengths_to_cu_seqlens, to_device
 
 Message = dict[str, Any]  # of a chat: role, content, and what else a template knows
 
@@ -275,45 +277,3 @@ TOKEN_FIELDS = frozenset(f.name for f in fields(Batch)) - SEQ_FIELDS - {"cu_seql
 def turn_ends(loss_mask: list[int]) -> list[int]:
     """Finds where the policy's turns end: the last token of each run of ones."""
     return [i for i, (here, behind) in enumerate(pairwise([*loss_mask, 0])) if here > behind]
-
-
-def lengths_to_cu_seqlens(lengths: Tensor) -> Tensor:
-    """(n,) int64 lengths -> (n + 1,) int64 offsets, starting at 0."""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
-ALIGNED = 256  # bytes, at which a tensor in common memory begins
-
-
-def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies CPU tensors to a GPU in one piece and without waiting for what it does; they share
-    memory there. On a CPU they are what they were.
-    """
-    if device.type == "cpu":
-        return list(tensors)
-    ends = list(accumulate(-(-t.nbytes // ALIGNED) * ALIGNED for t in tensors))
-    # pinned, or the host would wait until the GPU comes to the copy
-    row = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=True)
-    starts = [0, *ends[:-1]]
-    for t, start in zip(tensors, starts, strict=True):
-        row[start : start + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
-    there = row.to(device, non_blocking=True)
-    return [
-        there[start : start + t.nbytes].view(t.dtype).view(t.shape)
-        for t, start in zip(tensors, starts, strict=True)
-    ]
-
-
-def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums (num_tokens,) over consecutive segments: -> (num_seqs,). lengths: on the CPU."""
-    (lengths,) = to_device([lengths], values.device)
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
-
-
-def segment_expand(values: Tensor, lengths: Tensor) -> Tensor:
-    """Repeats (num_seqs,) over the tokens of each sequence, whose lengths are on the CPU: ->
-    (num_tokens,).
-    """
-    num_tokens = int(lengths.sum())  # known on the host, which need not ask the device
-    (lengths,) = to_device([lengths], values.device)
-    return torch.repeat_interleave(values, lengths, output_size=num_tokens)

@@ -17,8 +17,8 @@ KERNELS = Path(__file__).parents[1] / "kernels" / "spmdrl_kernels"
 # A room imports itself and those before it. The files at the top that are not named here are
 # programs: they come last, and no room imports one.
 ORDER = (
-    "config", "cli", "types", "hub", "distributed", "checkpoint", "algo", "data", "weights",
-    "engines", "rewards", "rollout", "environments", "training", "migration", "programs",
+    "config", "cli", "segments", "types", "hub", "distributed", "checkpoint", "algo", "data",
+    "weights", "engines", "rewards", "rollout", "environments", "training", "migration", "programs",
 )  # fmt: skip
 MOST_FILES_AT_THE_TOP = 14
 MOST_LINES_OF_THE_STEP = 40

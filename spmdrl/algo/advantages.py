@@ -25,7 +25,7 @@ from torch import Tensor
 
 from spmdrl.algo.options import Positive, UnitInterval, given_options, option_values
 from spmdrl.config import AlgoConfig
-from spmdrl.types import lengths_to_cu_seqlens, segment_expand, segment_sum
+from spmdrl.segments import lengths_to_cu_seqlens, segment_expand, segment_sum
 
 EPS = 1e-6  # beside the standard deviation of a group or of the step
 PRIME_BETA = 0.05  # of the implicit process reward

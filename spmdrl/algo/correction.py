@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import CorrectionConfig
-from spmdrl.types import segment_expand, segment_sum, to_device
+from spmdrl.segments import segment_expand, segment_sum, to_device
 
 Bound = float | tuple[float, float]
 

@@ -30,7 +30,8 @@ from spmdrl.algo.options import (
 )
 from spmdrl.algo.preference_losses import PREFERENCE_LOSSES, PreferenceLoss
 from spmdrl.config import Aggregation, AlgoConfig
-from spmdrl.types import Batch, segment_expand, segment_sum
+from spmdrl.segments import segment_expand, segment_sum
+from spmdrl.types import Batch
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 

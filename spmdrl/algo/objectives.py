@@ -34,7 +34,8 @@ from spmdrl.algo.losses import (
     value_loss,
 )
 from spmdrl.config import AlgoConfig
-from spmdrl.types import Batch, segment_expand, segment_sum, to_device
+from spmdrl.segments import segment_expand, segment_sum, to_device
+from spmdrl.types import Batch
 
 
 def policy_objective(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from spmdrl.types import Batch, segment_expand
+from spmdrl.segments import segment_expand
+from spmdrl.types import Batch
 
 
 def bradley_terry(

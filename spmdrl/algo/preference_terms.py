@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.preference_losses import LabelledAnswers, Loss, Pairs
-from spmdrl.types import Batch, segment_expand, segment_sum
+from spmdrl.segments import segment_expand, segment_sum
+from spmdrl.types import Batch
 
 Terms = Callable[[Tensor, Batch], dict[str, Tensor]]  # of each pair or answer; "loss" among them
 

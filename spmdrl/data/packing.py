@@ -13,7 +13,8 @@ from torch import Tensor
 from spmdrl.data.routing import Routing
 from spmdrl.data.shared_prefix import shared_work, worth_sharing
 from spmdrl.distributed.placement import Ranks
-from spmdrl.types import TOKEN_FIELDS, Batch, Sample, lengths_to_cu_seqlens, turn_ends
+from spmdrl.segments import lengths_to_cu_seqlens
+from spmdrl.types import TOKEN_FIELDS, Batch, Sample, turn_ends
 
 ATTENTION_TOKENS = 4096  # at this length attention costs as much as everything linear in tokens
 

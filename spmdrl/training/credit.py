@@ -55,7 +55,8 @@ from spmdrl.config import AlgoConfig, PpoConfig
 from spmdrl.data.packing import address_order, concatenate
 from spmdrl.distributed.collectives import all_gather_rows, kth_largest
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch, segment_expand, segment_sum
+from spmdrl.segments import segment_expand, segment_sum
+from spmdrl.types import Batch
 
 ENTROPY_STEP = 2.0**-10  # nats: what is nearer counts as equal where entropy chooses tokens
 

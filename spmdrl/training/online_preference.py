@@ -24,7 +24,8 @@ from spmdrl.config import PpoConfig
 from spmdrl.data.packing import address_order
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch, Sample, segment_expand
+from spmdrl.segments import segment_expand
+from spmdrl.types import Batch, Sample
 
 
 def keep_pairs(

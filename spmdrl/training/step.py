@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.correction import take_mismatch
-from spmdrl.algo.kl import next_entropy_coef, next_kl_coef
 from spmdrl.algo.objectives import (
     corrects_before_update,
     needs_old_logprobs,
@@ -24,6 +23,7 @@ from spmdrl.algo.objectives import (
 )
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.training.checks.strict import require_equal
+from spmdrl.training.coefficients import adapt, entropy_bonus
 from spmdrl.training.collect import RolloutResult
 from spmdrl.training.credit import add_advantages, add_correction, select_tokens
 from spmdrl.training.dispatch import TrainBatches, dispatch_batches, send_to_role
@@ -215,33 +215,3 @@ def staleness(roles: Roles, batches: list[Batch], step: int) -> dict[str, float]
     assert kept or int(most) <= config.async_steps, (int(most), config.async_steps)
     mean = float(sums[0] / sums[1].clamp(min=1))
     return {"staleness/mean": mean, "staleness/max": float(most)}
-
-
-def adapt(roles: Roles, metrics: dict[str, float], num_samples: int) -> dict[str, float]:
-    """The coefficients that this step was run with; sets those of the next."""
-    algo = roles.config.algo
-    used: dict[str, float] = {}
-    if "actor/entropy" not in metrics:  # there was nothing to learn from
-        return used
-    if algo.kl_target is not None:
-        used["actor/kl_coef"] = roles.kl_coef
-        kl = metrics["reward/kl" if algo.kl_in == "reward" else "actor/ref_kl"]
-        roles.kl_coef = next_kl_coef(
-            roles.kl_coef, kl, algo.kl_target, algo.kl_horizon, num_samples
-        )
-    if algo.entropy_target is not None:
-        used["actor/entropy_coef"] = entropy_bonus(roles)
-        roles.entropy = metrics["actor/entropy"]
-        roles.entropy_coef = next_entropy_coef(
-            roles.entropy_coef, metrics["actor/entropy"], algo.entropy_target, algo.entropy_delta,
-            algo.entropy_coef_min, algo.entropy_coef_max,
-        )  # fmt: skip
-    return used
-
-
-def entropy_bonus(roles: Roles) -> float:
-    """The coefficient of this step: an adaptive one rests while the entropy is above its target."""
-    target = roles.config.algo.entropy_target
-    if target is not None and roles.entropy is not None and roles.entropy > target:
-        return 0.0
-    return roles.entropy_coef

@@ -16,8 +16,8 @@ from spmdrl.algo.objectives import policy_objective
 from spmdrl.algo.options import options_of
 from spmdrl.cli.arguments import checked, override
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, DataConfig, PpoConfig
+from spmdrl.segments import segment_sum
 from spmdrl.training.checks.algorithms import check_algo
-from spmdrl.types import segment_sum
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["algorithms", "correction", "recipes", "custom_functions", "algorithm_checks", "migration"]

@@ -14,11 +14,12 @@ from spmdrl.data.packing import (
     split_to_count,
 )
 from spmdrl.engines.micro_batches import stand_in
+from spmdrl.segments import segment_expand, segment_sum
 from spmdrl.training.batch_exchange import span
 from spmdrl.training.collect import add_greedy_rewards, check_reward_keys
 from spmdrl.training.logs.metrics import sample_row
 from spmdrl.training.replay_buffer import ReplayBuffer
-from spmdrl.types import Prompt, Sample, segment_expand, segment_sum, turn_ends
+from spmdrl.types import Prompt, Sample, turn_ends
 
 
 def sample(group, index, prompt_len, response_len, invalid=None):

@@ -21,7 +21,7 @@ from training_batches import CONFIG, engine_on, whole_batch, with_shared_prompts
 from spmdrl.algo.objectives import policy_objective, value_objective
 from spmdrl.config import AlgoConfig, CorrectionConfig
 from spmdrl.engines import micro_batches
-from spmdrl.types import to_device
+from spmdrl.segments import to_device
 
 ASKING = {  # their results have a value, or a size, that the host wants
     torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default,

@@ -10,7 +10,7 @@ from tiny_models import save_qwen3
 from training_batches import CONFIG, LENS, whole_batch, with_shared_prompts
 
 from spmdrl.config import AlgoConfig, ConfigError, OptimConfig, TrainConfig
-from spmdrl.types import lengths_to_cu_seqlens
+from spmdrl.segments import lengths_to_cu_seqlens
 
 PLAIN = replace(CONFIG, optim=OptimConfig(lr=1e-3, weight_decay=0.0, clip_norm=1e9))
 LAYERS = 2

@@ -15,7 +15,7 @@ from spmdrl.algo.objectives import kernel_terms, policy_objective
 from spmdrl.algo.options import options_of
 from spmdrl.config import AlgoConfig, CorrectionConfig
 from spmdrl.data.packing import empty_batch
-from spmdrl.types import segment_expand
+from spmdrl.segments import segment_expand
 
 pytestmark = pytest.mark.compiles
 

@@ -18,7 +18,7 @@ from spmdrl.data.images import LooksAhead
 from spmdrl.data.shared_prefix import spans
 from spmdrl.engines.fsdp.prefix_sharing import PrefixCopies
 from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup
-from spmdrl.types import to_device
+from spmdrl.segments import to_device
 
 MAX_PADDING = 1.25  # padded length / own length inside one group of sequences
 MAX_MASK = 1 << 22  # elements: of a mask for the queries behind a prefix; each layer keeps one

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from spmdrl.data.packing import micro_batches
 from spmdrl.data.shared_prefix import Unit, single_units, units_by_prefix
-from spmdrl.types import Batch, to_device
+from spmdrl.segments import to_device
+from spmdrl.types import Batch
 
 
 def units_for(batch: Batch, max_tokens: int) -> list[Unit]:

@@ -25,7 +25,8 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.engines.micro_batches import scatter_rows
 from spmdrl.engines.sequence_sharing import SumForward, broadcast_batch
 from spmdrl.hub.transformers_compat import model_class, takes_attention_functions
-from spmdrl.types import Batch, to_device
+from spmdrl.segments import to_device
+from spmdrl.types import Batch
 
 
 @dataclass(frozen=True)

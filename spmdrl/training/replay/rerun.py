@@ -19,6 +19,7 @@ from spmdrl.rewards.runner import RewardRunner, rewards_of
 from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.build import build_trainers
 from spmdrl.training.checks.rl import require_sound
+from spmdrl.training.coefficients import entropy_bonus
 from spmdrl.training.collect import RolloutResult, check_scores
 from spmdrl.training.remote_scoring import score
 from spmdrl.training.replay.plan import ReplayPlan, read_share
@@ -29,7 +30,7 @@ from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.rl import restore_algorithm
 from spmdrl.training.roles import Roles, Sampler, Trainer
 from spmdrl.training.runtime import Runtime
-from spmdrl.training.step import entropy_bonus, train_step
+from spmdrl.training.step import train_step
 from spmdrl.training.topologies import build_topologies
 from spmdrl.types import Sample
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from spmdrl.config import ConfigError
-from spmdrl.types import SEQ_FIELDS, Batch, segment_sum
+from spmdrl.segments import segment_sum
+from spmdrl.types import SEQ_FIELDS, Batch
 
 # in the order in which a step computes them, with the words for a reader
 FIELDS = {
