@@ -23,7 +23,7 @@ from spmdrl.environments.episodes import (
 from spmdrl.environments.gymnasium import GymnasiumEpisode, episode_rows
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.multi_turn.environment import check_environments
-from spmdrl.training.checks.rl import check_turns
+from spmdrl.training.checks.turns import check_turns
 from spmdrl.types import Prompt, Sample
 
 LAKE = {"is_slippery": False, "render_mode": "ansi"}

@@ -67,7 +67,7 @@ from spmdrl.rollout.multi_turn.conversation import (
 from spmdrl.rollout.multi_turn.reply_encoder import prompts_of, turns_of
 from spmdrl.rollout.multi_turn.tools import Toolbox, schema_of
 from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
-from spmdrl.training.checks.rl import check_turns
+from spmdrl.training.checks.turns import check_turns
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from spmdrl.rollout.multi_turn.images import ImageRules, ShownImages
 from spmdrl.rollout.multi_turn.tools import Call
 from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
 from spmdrl.rollout.vllm.engine import VllmEngine
-from spmdrl.training.checks.rl import check_reply_images
+from spmdrl.training.checks.turns import check_reply_images
 from spmdrl.types import Picture, Prompt, Sample
 
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}

@@ -33,7 +33,7 @@ from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.training.build import no_images
 from spmdrl.training.checks.agents import check_agent_data
-from spmdrl.training.checks.rl import check_reply_images
+from spmdrl.training.checks.turns import check_reply_images
 from spmdrl.training.logs.metrics import with_image_files
 from spmdrl.types import Picture, PlacedImage, Prompt
 
