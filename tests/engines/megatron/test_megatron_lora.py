@@ -177,7 +177,7 @@ def runs(models, tmp_path_factory):
         (results_on, (models, REFERENCES + LAYOUTS)),
         (resumed_on, (models, str(folder), SAVED)),
     ]
-    same, resumed = run_calls(4, calls, timeout_s=300)
+    same, resumed = run_calls(4, calls, timeout_s=480)
     return {"same": same, "resumed": resumed, "folder": folder}
 
 
