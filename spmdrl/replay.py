@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,10 +159,10 @@ def tell(
     first = comparison.first_difference(compared, tolerance)
     result = {
         "step": plan.step, "ranks": world, "tolerance": tolerance,
-        "first_difference": None if first is None else first._asdict(),
-        "compared": [each._asdict() for each in compared], "metrics": found.metrics,
+        "first_difference": None if first is None else asdict(first),
+        "compared": [asdict(each) for each in compared], "metrics": found.metrics,
         "edited": None if edited is None else edited.metrics,
-        "tokens": None if found.tokens is None else found.tokens._asdict(),
+        "tokens": None if found.tokens is None else asdict(found.tokens),
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1))

@@ -88,7 +88,8 @@ def weigh_pairs(
     table, rows = gather_answers(batch, logprobs, config, topology)
     groups, _, rewards, sums, ref_sums, tokens = table.view(-1, 2, NUM_COLUMNS).unbind(2)
     # both answers to a prompt are in its mini-batch, and nothing else is
-    assert bool((groups[:, 0] == groups[:, 1]).all() and (rewards[:, 0] != rewards[:, 1]).all())
+    is_pair = (groups[:, 0] == groups[:, 1]) & (rewards[:, 0] != rewards[:, 1])
+    assert is_pair.all()
     order = rewards.argsort(dim=1, descending=True)  # the chosen one first
     chosen_first = (part for x in (sums, ref_sums, tokens) for part in x.gather(1, order).unbind(1))
     of_chosen, of_rejected, metrics = pair_gradients(Pairs(*chosen_first), function)

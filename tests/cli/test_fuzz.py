@@ -309,7 +309,7 @@ def test_any_command_line(model, tmp_path_factory, argv):
     path.write_text(f"from spmdrl.config import *\nconfig = {as_source(ppo_config(model))}\n")
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "exit_config", stop)
+        patch.setattr("spmdrl.distributed.start.exit_config", stop)
         patch.setattr("spmdrl.training.runtime.started", lambda config: Started())
         patch.setattr("spmdrl.training.rl.train", lambda config, runtime: seen.append(config))
         patch.setattr(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,8 @@ LAST = "actor/grad_norm"
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}  # by the dtype of the actor's compute
 
 
-class Compared(NamedTuple):
+@dataclass(frozen=True)
+class Compared:
     """One number of the run and of the replay, or one field of all sequences."""
 
     name: str

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from spmdrl.types import Batch
 Row = dict[str, Any]
 
 
-class TokenTable(NamedTuple):
+@dataclass(frozen=True)
+class TokenTable:
     """The tokens behind the prompt, with a row for each."""
 
     prompt_id: int
