@@ -38,13 +38,33 @@ class SamplerConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Prompts in verl's schema, or that of TRL, OpenRLHF or slime; Parquet or JSONL."""
+class RowsConfig:
+    """Holds what every program has that reads rows; the configs of their data add their own."""
 
     # files; or data of a hub: "openai/gsm8k:main:train", "hf://datasets/owner/name/file.parquet",
     # "modelscope:owner/name:config:split". docs/hubs.md
     train: str | tuple[str, ...]
     eval: str | tuple[str, ...] | None = None
+    shuffle: bool = True
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
+
+
+@dataclass(frozen=True)
+class PolicyRowsConfig(RowsConfig):
+    """Rows for a policy, which may show images."""
+
+    # names of control tokens in the text of a chat: made ordinary text, refused, or obeyed
+    control_tokens: Literal["escape", "error", "keep"] = "escape"
+    # images are scaled to have so many pixels; None: what the model's image processor says
+    image_min_pixels: int | None = None
+    image_max_pixels: int | None = None
+
+
+@dataclass(frozen=True)
+class DataConfig(PolicyRowsConfig):
+    """Prompts in verl's schema, or that of TRL, OpenRLHF or slime; Parquet or JSONL."""
+
     # the column with the prompt, a chat list or a string; dotted keys reach into structs:
     # "extra_info.question". Where a row has none of the default's name, OpenRLHF's are read
     prompt_key: str = "prompt"
@@ -55,59 +75,34 @@ class DataConfig:
     prompts_per_step: int = 64
     max_prompt_tokens: int = 1024
     overlong_prompts: Literal["filter", "truncate", "error"] = "filter"  # truncate keeps the end
-    shuffle: bool = True
     max_eval_prompts: int | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
-    # names of control tokens in the text of a chat: made ordinary text, refused, or obeyed
-    control_tokens: Literal["escape", "error", "keep"] = "escape"
-    # images are scaled to have so many pixels; None: what the model's image processor says
-    image_min_pixels: int | None = None
-    image_max_pixels: int | None = None
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
 
 
 @dataclass(frozen=True)
-class SftDataConfig:
+class SftDataConfig(PolicyRowsConfig):
     """Rows with a `messages` chat, whose last turn is learnt, or a prompt and a response column."""
 
-    # files, or data of a hub as in DataConfig
-    train: str | tuple[str, ...]
-    eval: str | tuple[str, ...] | None = None
     turns: Literal["last", "all"] = "last"  # of `messages`: "all" learns every assistant turn
     prompt_key: str = "prompt"  # dotted keys reach into structs: "extra_info.question"
     response_key: str = "response"
     batch_size: int = 64
     max_tokens: int = 2048
-    shuffle: bool = True
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
-    # names of control tokens in the text of a chat: made ordinary text, refused, or obeyed
-    control_tokens: Literal["escape", "error", "keep"] = "escape"
-    # images are scaled to have so many pixels; None: what the model's image processor says
-    image_min_pixels: int | None = None
-    image_max_pixels: int | None = None
 
 
 @dataclass(frozen=True)
-class PreferenceDataConfig:
+class PreferenceDataConfig(RowsConfig):
     """Rows of two answers, the better and the worse: a chat list each, or a string.
 
     A column of a name that is not the default must be there in every row.
     """
 
-    # files, or data of a hub as in DataConfig
-    train: str | tuple[str, ...]
-    eval: str | tuple[str, ...] | None = None
     chosen_key: str = "chosen"  # dotted keys reach into structs, as in SftDataConfig
     rejected_key: str = "rejected"
     prompt_key: str | None = "prompt"  # what stands before both; None: not read
     margin_key: str | None = "margin"  # by how much the chosen one is better; None: not read
     batch_size: int = 64  # pairs
     max_tokens: int = 2048  # of a conversation; pairs with a longer one are left out
-    shuffle: bool = True
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
     # names of control tokens in the text of a chat; a reward model that scores has no "keep"
     control_tokens: Literal["escape", "error"] = "escape"
     # EOS behind rows that are strings, if they do not end in it, as TRL puts it; it is noted in the
@@ -116,16 +111,13 @@ class PreferenceDataConfig:
 
 
 @dataclass(frozen=True)
-class AnswerDataConfig:
+class AnswerDataConfig(PolicyRowsConfig):
     """Rows with answers to prompts that the policy is to prefer, or to avoid.
 
     A pair: a prompt, a better and a worse answer. A labelled answer: a prompt, an answer, and
     whether it is desirable. docs/preference.md
     """
 
-    # files, or data of a hub as in DataConfig
-    train: str | tuple[str, ...]
-    eval: str | tuple[str, ...] | None = None
     # what both answers are to; dotted keys reach into structs. None: not read; the answers are then
     # whole chats that differ in their last turn alone
     prompt_key: str | None = "prompt"
@@ -135,11 +127,3 @@ class AnswerDataConfig:
     label_key: str = "label"  # of a labelled answer: true, if it is desirable
     batch_size: int = 64  # pairs; of a loss of labelled answers: answers
     max_tokens: int = 2048  # of a prompt with an answer; rows with a longer one are left out
-    shuffle: bool = True
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
-    # names of control tokens in the text of a chat: made ordinary text, refused, or obeyed
-    control_tokens: Literal["escape", "error", "keep"] = "escape"
-    # images are scaled to have so many pixels; None: what the model's image processor says
-    image_min_pixels: int | None = None
-    image_max_pixels: int | None = None

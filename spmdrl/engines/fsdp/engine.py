@@ -99,6 +99,17 @@ HEADS: dict[str, type[nn.Module]] = {
 logger = logging.getLogger(__name__)
 
 
+def use_layers(hf: Any, config: TrainConfig, device: torch.device, strict: bool) -> None:
+    """Gives the model the layers that it is trained with, and freezes its tower if asked to."""
+    if not strict:
+        layers.use_kernels(hf, config, device)
+    layers.use_attention(hf, config, device)
+    run_per_sequence(hf)
+    if config.freeze_vision:
+        for part in towers(hf):
+            part.requires_grad_(False)
+
+
 class FsdpEngine:
     """A policy (`kind` "policy"), critic ("value") or reward model ("reward", whose `values` are of
     what stands before an unmasked token); the TrainEngine Protocol says what it does. A reward
@@ -128,16 +139,10 @@ class FsdpEngine:
         self.config, self.topology, self.team = config, topology, SequenceParallelGroup.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
         hf, files = open_model(kind, model, topology, load_weights)
-        if not strict:
-            layers.use_kernels(hf, config, topology.device)
-        layers.use_attention(hf, config, topology.device)
-        run_per_sequence(hf)
+        use_layers(hf, config, topology.device, strict)
         replays = kind == "policy" and not frozen and config.router_replay is not None
         self.routers = Routers(hf) if replays else None
         self.pretrained = files_beside_weights(hf, kind, model)
-        if config.freeze_vision:
-            for part in towers(hf):
-                part.requires_grad_(False)
         check_ulysses(hf.config, config.ulysses)
         check_experts(hf, hf.config, config, strict)
         self.parts = checkpoint_parts(hf.config)

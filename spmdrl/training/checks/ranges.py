@@ -32,7 +32,7 @@ BOUNDS: Bounds = {
     "SamplerConfig.temperature": POSITIVE, "SamplerConfig.pace_start": (TINY, 1),
     "SamplerConfig.target_rate": (0, 1), "SamplerConfig.floor": POSITIVE,
     "SamplerConfig.rate_decay": (0, 1), "SamplerConfig.success_reward": (-1e15, None),
-    "DataConfig.image_min_pixels": COUNT, "DataConfig.image_max_pixels": COUNT,
+    "PolicyRowsConfig.image_min_pixels": COUNT, "PolicyRowsConfig.image_max_pixels": COUNT,
     "RewardConfig.workers": (1, 4096), "RewardConfig.timeout_s": CALL_S,
     "RewardConfig.max_invalid_fraction": (0, 1),
     "RewardModelConfig.fsdp": (-1, None), "RewardModelConfig.micro_batch_tokens": (2, None),
@@ -75,9 +75,7 @@ BOUNDS: Bounds = {
     "PpoConfig.eval_samples": COUNT, "PpoConfig.eval_top_p": (TINY, 1),
     "PpoConfig.eval_min_p": (0, 1), "PpoConfig.eval_repetition_penalty": POSITIVE,
     "SftDataConfig.batch_size": COUNT, "SftDataConfig.max_tokens": (2, None),
-    "SftDataConfig.image_min_pixels": COUNT, "SftDataConfig.image_max_pixels": COUNT,
     "AnswerDataConfig.batch_size": COUNT, "AnswerDataConfig.max_tokens": (2, None),
-    "AnswerDataConfig.image_min_pixels": COUNT, "AnswerDataConfig.image_max_pixels": COUNT,
     "PreferenceDataConfig.batch_size": COUNT, "PreferenceDataConfig.max_tokens": COUNT,
 }  # fmt: skip
 

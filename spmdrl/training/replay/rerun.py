@@ -112,9 +112,8 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
     topology, phases = runtime.topology, runtime.phases
     built = placed(config, runtime.run_dir, plan.actor_ranks == topology.world)
     require_sound(built, topology.world)
-    if "ref" in training_roles(plan.config):  # steps before the edited one ask it
-        kl_coef = config.algo.kl_coef or plan.config.algo.kl_coef
-        built = replace(built, algo=replace(config.algo, kl_coef=kl_coef))
+    if not config.algo.needs_reference:  # but steps before the edited one may ask it
+        built = replace(built, algo=plan.config.algo)
     placement = place(built, topology.world)
     topologies = build_topologies(built, placement, topology)
     trainers = build_trainers(built, runtime, topologies, placement, None, None)
