@@ -47,7 +47,7 @@ def main(
         from spmdrl.training.rl import train
         from spmdrl.training.runtime import started
 
-    with started(value) as runtime, notes_last(dry.run):
+    with started(value, dry.run) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world
         value = fetch(value, runtime.phases, "none" if dry.run else "all")
         check(value, world)

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from itertools import permutations
 from pathlib import Path
@@ -30,10 +31,15 @@ def modules(package: Path) -> dict[str, Path]:
     return {".".join(p for p in name.parts if p != "__init__"): f for name, f in files.items()}
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imported(file: Path, known: set[str], package: str) -> Iterator[str]:
     """Modules of the package that a file imports, in functions and for type checkers too."""
     prefix = f"{package}."
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -44,6 +50,7 @@ def imported(file: Path, known: set[str], package: str) -> Iterator[str]:
         yield from (n.removeprefix(prefix) for n in names if n.startswith(prefix))
 
 
+@cache
 def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
     known = modules(package)
     return {
@@ -91,7 +98,7 @@ def test_the_top_has_programs_and_ground_files_only() -> None:
 
 def test_every_room_says_what_it_is_in_one_line() -> None:
     for file in PACKAGE.rglob("__init__.py"):
-        text = ast.get_docstring(ast.parse(file.read_text()))
+        text = ast.get_docstring(parsed(file))
         assert text and "\n" not in text, file
 
 
@@ -107,7 +114,7 @@ def test_no_phase_stands_for_a_barrier() -> None:
     found = [
         f"{file}:{node.lineno}"
         for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(parsed(file))
         if isinstance(node, ast.With)
         and isinstance(node.body[0], ast.Pass)
         and "phases" in ast.unparse(node.items[0].context_expr)
@@ -122,7 +129,7 @@ def test_an_engine_is_known_by_its_protocol_and_its_spec() -> None:
     for file in PACKAGE.rglob("*.py"):
         if file.parent in own:
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.Compare):
                 compared = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
                 assert not {*ENGINES} & {*compared}, f"{file}:{node.lineno}"

@@ -34,6 +34,7 @@ class EngineSpec:
     title: str  # of its library, for people
     library: str  # the module that must be importable
     build: EngineBuilder
+    runs_on_cpus: bool = True
     library_bytes: int = 0  # that a process takes more once the library is imported
     shared_bytes: int = 0  # of /dev/shm on CPUs: of each thread of each tensor-parallel rank
     has_kv_cache: bool = False  # as large as rollout.kv_cache_mib says

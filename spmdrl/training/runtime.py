@@ -58,11 +58,12 @@ class Runtime:
 
 
 @contextmanager
-def started(config: Any) -> Iterator[Runtime]:
+def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     """Starts everything, seeds, compares configs over ranks; ends it all in order, or with a report
     of the failure.
 
-    config: a RunConfig. Exits the process where the body raises.
+    config: a RunConfig. is_plan: it is looked at and not run, so that other ranks than these may be
+    named in it. Exits the process where the body raises.
     """
     PROGRESS.now("connecting the ranks")
     prepare_environment()
@@ -95,7 +96,7 @@ def started(config: Any) -> Iterator[Runtime]:
         compare_configs(config, topology)
         with phases("check folders"):
             if int(os.environ["LOCAL_RANK"]) == 0:  # on each host
-                check_room(run_dir, shared_here(config, topology))
+                check_room(run_dir, 0 if is_plan else shared_here(config, topology))
         seed_everything(config.seed + topology.rank)
         yield runtime
     except PhaseError as error:  # the rank that failed has reported it

@@ -62,6 +62,7 @@ def check_strict(hf: Any) -> None:
 
 SPEC = EngineSpec(
     name="sglang",
+    runs_on_cpus=False,
     title="SGLang",
     library="sglang",
     build=build,

@@ -1,0 +1,149 @@
+"""Rehearses a run on this machine: python -m spmdrl.rehearse --config cfg.py [--gpus_as 8]
+
+The config's data, template, rewards, tools, agents, algorithm, placement and kinds of parallelism,
+with a tiny random model of the same family: two steps, an evaluation, a checkpoint, and a resume
+from it. Ends with a report of what ran, what was replaced, and what looks wrong. docs/rehearse.md
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fire
+
+from spmdrl.algo.option_help import option_lines
+from spmdrl.cli.arguments import converted, load_config
+from spmdrl.cli.help import asks_for_help
+from spmdrl.cli.paths import check_paths, check_writable
+from spmdrl.config import ConfigError, PpoConfig
+from spmdrl.distributed.env import without_garbage_collection
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.start import reading
+
+if TYPE_CHECKING:
+    from spmdrl.rehearse.prepare import Prepared
+    from spmdrl.rehearse.runs import Outcome
+
+MARK = "report.txt"  # a folder with this file is a rehearsal's, and may be written anew
+MOST_RANKS = 8
+FAILED = 1  # exit code where a run of the rehearsal failed
+
+
+def main(
+    config: str = "", ranks: int = 2, gpus_as: int = 0, gpu_gib: float = 80.0, out: str = "",
+    **overrides: Any,
+) -> None:  # fmt: skip
+    """Rehearses the run of a config with a tiny model, and reviews it.
+
+    Args:
+        config: a Python file that defines `config = PpoConfig(...)`
+        ranks: processes here, 1 to 8; more where the placement needs them
+        gpus_as: ranks that the real run will have; 0: as the placement says, or 8
+        gpu_gib: GiB of each of its GPUs, for the plan of its memory
+        out: folder for the report and the rehearsal's runs; else runs/rehearsal_<name of config>
+        overrides: any field of the config by its dotted name, as for spmdrl.ppo
+    """
+    if asks_for_help(overrides, main, PpoConfig, option_lines):
+        return
+    with reading(config):
+        value = load_config(config, PpoConfig, overrides)
+        check_paths(value)
+        ranks, gpus_as = converted(ranks, int, "--ranks"), converted(gpus_as, int, "--gpus_as")
+        gpu_gib = converted(gpu_gib, float, "--gpu_gib")
+        if not 1 <= ranks <= MOST_RANKS:
+            raise ConfigError(f"--ranks {ranks}: a rehearsal has 1 to {MOST_RANKS} processes")
+        folder = folder_of(out or f"runs/rehearsal_{Path(config).stem}")
+    with without_garbage_collection():
+        from spmdrl.rehearse.prepare import prepare
+        from spmdrl.training.runtime import started
+    wrong = Collected()
+    with started(replace(value, run_dir=str(folder / "run")), is_plan=True) as runtime:
+        logging.getLogger("spmdrl").addHandler(wrong)
+        prepared = prepare(value, runtime, folder, ranks, gpus_as, gpu_gib)
+        logging.getLogger("spmdrl").removeHandler(wrong)
+    outcomes = rehearse(prepared, config, overrides, folder)
+    tell(prepared, outcomes, wrong.lines, config, folder)
+    if not all(outcome.is_done for outcome in outcomes):
+        sys.exit(FAILED)
+
+
+class Collected(logging.Handler):
+    """Keeps the warnings that the checks of a config have logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def folder_of(out: str) -> Path:
+    """Returns an empty folder for a rehearsal; an earlier one's is emptied. Raises ConfigError."""
+    folder = Path(out)
+    if folder.is_dir() and any(folder.iterdir()):
+        if not (folder / MARK).is_file():
+            raise ConfigError(f"--out {out}: the folder has files that are no rehearsal's")
+        shutil.rmtree(folder)
+    check_writable("--out", str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).write_text("a rehearsal goes on here\n")
+    return folder
+
+
+def rehearse(
+    prepared: Prepared, config: str, overrides: dict[str, Any], folder: Path
+) -> list[Outcome]:
+    """Runs two steps, and where they ran, one more from their checkpoint."""
+    from spmdrl.rehearse.runs import run_program
+    from spmdrl.rehearse.scale import STEPS
+
+    given = [part for key, value in overrides.items() for part in (f"--{key}", repr(value))]
+    scaled = {change.field for change in prepared.scaled.changes}
+    given = [
+        part for name, value in zip(given[::2], given[1::2], strict=True)
+        if name[2:] not in scaled for part in (name, value)
+    ]  # fmt: skip
+    flags = [*given, *prepared.scaled.flags()]
+    run = [run_program(f"{STEPS} steps and a checkpoint", config, flags, prepared.ranks, folder, 1)]
+    if run[0].is_done:
+        on = [*without(flags, "--steps", "--resume"), "--steps", str(STEPS + 1), "--resume", "auto"]
+        run.append(run_program("a resume, one step more", config, on, prepared.ranks, folder, 2))
+    return run
+
+
+def without(flags: list[str], *names: str) -> list[str]:
+    """Returns options, each a name and a value, without some."""
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return [part for pair in pairs if pair[0] not in names for part in pair]
+
+
+def tell(
+    prepared: Prepared, outcomes: list[Outcome], warnings: list[str], config: str, folder: Path
+) -> None:
+    """Prints the report, and writes it into the folder."""
+    from spmdrl.rehearse.report import report_lines
+
+    title = (
+        f"rehearsal of {config}, a run on {prepared.world} ranks, here on {prepared.ranks} "
+        f"{'GPUs' if prepared.on_gpu else 'CPU ranks'}"
+    )
+    failed = [f"{o.what}: it failed, see above" for o in outcomes if not o.is_done]
+    lines = report_lines(
+        title, prepared.scaled.changes, outcomes, folder / "run", prepared.tokens,
+        prepared.probes, prepared.memory, [*failed, *dict.fromkeys(warnings), *prepared.wrong],
+    )  # fmt: skip
+    text = "\n".join(lines)
+    (folder / MARK).write_text(f"{text}\n")
+    PROGRESS.now("")
+    PROGRESS.line(f"{text}\n\nin {folder / MARK}; the runs' output: {folder}{os.sep}run_*.log")
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

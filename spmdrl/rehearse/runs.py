@@ -1,0 +1,99 @@
+"""Starts the program of a rehearsal on ranks of this machine, and reads what it has left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdrl.cli.arguments import LAUNCHER
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.rehearse.scale import HOSTED
+
+LIMIT_S = 600.0  # of one run; a run of a tiny model takes a tenth of it
+GRACE_S = 20.0  # from SIGTERM to SIGKILL
+TAIL = 25  # lines of a failed run's output that are shown
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run has ended."""
+
+    what: str  # what it was to do
+    command: list[str]
+    log: Path
+    exit_code: int | None  # None: it was ended at LIMIT_S
+    seconds: float
+
+    @property
+    def is_done(self) -> bool:
+        return self.exit_code == 0
+
+    def lines(self) -> list[str]:
+        if self.is_done:
+            return [f"{self.what}: done in {self.seconds:.0f} s"]
+        how = "had not ended after" if self.exit_code is None else "failed after"
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return [
+            f"{self.what}: {how} {self.seconds:.0f} s; the end of {self.log}:",
+            *(f"  {line}" for line in lines[-TAIL:]),
+        ]
+
+
+def run_program(
+    what: str, config: str, flags: list[str], ranks: int, folder: Path, number: int
+) -> Outcome:
+    """Runs spmdrl.ppo with these options to its end. number: of the run, from 1."""
+    launched = ["-m", "spmdrl.launch", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launched, "-m", "spmdrl.ppo", "--config", config, *flags]
+    log, begun = folder / f"run_{number}.log", time.monotonic()
+    PROGRESS.now(f"rehearsing: {what}")
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment(folder)
+        )
+        code = wait(process)
+    return Outcome(what, command, log, code, time.monotonic() - begun)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Returns the ranks' environment: no place of this process, and trackers that send nothing."""
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    env |= HOSTED | {"MLFLOW_TRACKING_URI": f"file:{folder.resolve() / 'mlruns'}"}
+    env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def wait(process: subprocess.Popen[Any]) -> int | None:
+    """Waits for a process, at most LIMIT_S; None: it was ended then. Ends it with this one."""
+    try:
+        return process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a file of JSON lines; none where there is no such file."""
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+
+
+def samples_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the samples of all steps that a run has written."""
+    steps = sorted(Path(run_dir, "samples").glob("step_*.jsonl"))
+    return [row for file in steps if "_trained" not in file.name for row in rows_of(file)]

@@ -1,0 +1,135 @@
+"""How a config becomes small: what stays, and what the degrees of parallelism become."""
+
+from dataclasses import replace
+
+import pytest
+
+from spmdrl.config import (
+    AlgoConfig,
+    CheckpointConfig,
+    DataConfig,
+    LoraConfig,
+    OptimConfig,
+    PpoConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from spmdrl.rehearse.runs import Outcome, environment
+from spmdrl.rehearse.scale import scale, value_at
+
+MEGATRON = TrainConfig(
+    engine="megatron", tensor_parallel=8, sequence_parallel=True, pipeline_parallel=4,
+    context_parallel=2, expert_parallel=8, virtual_pipeline=2,
+    num_layers_in_last_pipeline_stage=3,
+)  # fmt: skip
+CONFIG = PpoConfig(
+    model="large",
+    data=DataConfig(train="t.jsonl", eval="e.jsonl", prompts_per_step=512),
+    reward="math",
+    algo=AlgoConfig(mini_batches=16, overlong_buffer=4096),
+    rollout=RolloutConfig(n=16, max_tokens=8192, tensor_parallel=4, quantization="fp8"),
+    checkpoint=CheckpointConfig(every_steps=20),
+)
+
+
+def scaled(world, ranks, on_gpu=False, **changes):
+    config = replace(CONFIG, **changes)
+    found, here = scale(config, world, ranks, {"model": "tiny"}, "out/run", on_gpu)
+    return found, here
+
+
+def values(found, *keys):
+    return tuple(value_at(found.config, key) for key in keys)
+
+
+def test_sizes_become_small_and_the_task_stays():
+    found, here = scaled(64, 2)
+    assert here == 2
+    keys = ("model", "run_dir", "rollout.n", "rollout.max_tokens", "data.prompts_per_step",
+            "algo.mini_batches", "algo.overlong_buffer", "rollout.tensor_parallel", "steps",
+            "checkpoint.every_steps", "eval_every", "rollout.quantization")  # fmt: skip
+    assert values(found, *keys) == ("tiny", "out/run", 8, 64, 4, 2, 32, 2, 2, 2, 2, None)
+    assert found.config.data.max_prompt_tokens == CONFIG.data.max_prompt_tokens
+    assert (found.config.reward, found.config.algo.advantage) == ("math", "grpo")
+    assert {change.field for change in found.changes} >= {*keys}
+    assert len(found.flags()) == 2 * len(found.changes)
+
+
+def test_each_set_of_ranks_keeps_ranks_of_its_own():
+    placement = {"actor": "0-11", "rollout": "12-15", "reward": "12", "ref": "8-11"}
+    found, here = scaled(16, 2, placement=placement, algo=AlgoConfig(kl_coef=0.1))
+    # the actor alone, with the reference, rollout with reward, rollout alone
+    assert here == 4
+    assert found.config.placement == {"actor": "0-1", "rollout": "2-3", "reward": "2", "ref": "1"}
+    found, here = scaled(16, 8, placement=placement, algo=AlgoConfig(kl_coef=0.1))
+    assert here == 8 and found.config.placement["actor"] == "0-3"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "pipeline", "context", "expert"),
+    [(1, 1, 1, 1, 1), (2, 2, 1, 1, 1), (4, 2, 2, 1, 1), (8, 2, 2, 2, 1)],
+)
+def test_megatrons_degrees_become_two_as_long_as_there_are_ranks(
+    ranks, tensor, pipeline, context, expert
+):
+    found, here = scaled(64, ranks, actor=MEGATRON)
+    degrees = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    assert here == ranks
+    assert values(found, *(f"actor.{d}" for d in degrees)) == (tensor, pipeline, context, expert)
+    actor = found.config.actor
+    assert (actor.virtual_pipeline, actor.num_layers_in_last_pipeline_stage) == (1, None)
+    assert actor.sequence_parallel == (tensor > 1)
+
+
+def test_fsdps_degrees():
+    found, _ = scaled(64, 2, actor=TrainConfig(fsdp=8))  # 8 copies of the weights -> 2
+    assert found.config.actor.fsdp == 1
+    found, _ = scaled(64, 2, actor=TrainConfig(fsdp=64))
+    assert found.config.actor.fsdp == -1
+    found, _ = scaled(64, 2, actor=TrainConfig(fsdp=8, ulysses=4))
+    assert (found.config.actor.fsdp, found.config.actor.ulysses) == (-1, 2)
+
+
+def test_what_needs_a_gpu_stays_there_alone():
+    role = TrainConfig(kernels="liger", attention="flash_attn", compile=True)
+    small, _ = scaled(8, 2, actor=role)
+    assert values(small, "actor.kernels", "actor.attention", "actor.compile") == (
+        "spmdrl", "auto", False,
+    )  # fmt: skip
+    same, _ = scaled(8, 2, on_gpu=True, actor=role)
+    assert same.config.actor.kernels == "liger" and same.config.actor.compile
+
+
+def test_what_fits_the_large_model_alone_is_left_out():
+    role = TrainConfig(
+        lora=LoraConfig(adapter="adapter"),
+        optim=OptimConfig(schedule="cosine", warmup_steps=10, decay_steps=900),
+    )
+    found, _ = scaled(8, 2, actor=role)
+    assert found.config.actor.lora == LoraConfig(adapter=None)
+    optim = found.config.actor.optim
+    assert (optim.schedule, optim.warmup_steps, optim.decay_steps) == ("constant", 0, 0)
+
+
+def test_a_failed_run_shows_its_end(tmp_path):
+    log = tmp_path / "run_1.log"
+    log.write_text("".join(f"line {i}\n" for i in range(100)))
+    title, *lines = Outcome("2 steps", [], log, 1, 3.0).lines()
+    assert "2 steps: failed after 3 s" in title
+    assert lines[-1] == "  line 99" and len(lines) == 25
+    assert "had not ended" in Outcome("2 steps", [], log, None, 600.0).lines()[0]
+
+
+def test_trackers_of_a_rehearsal_send_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://example.org")
+    env = environment(tmp_path)
+    assert "RANK" not in env and env["WANDB_MODE"] == "offline"
+    assert env["MLFLOW_TRACKING_URI"] == f"file:{tmp_path}/mlruns"
+
+
+def test_an_engine_that_does_not_run_here_becomes_transformers():
+    rollout = RolloutConfig(engine="sglang", engine_args={"mem_fraction_static": 0.5})
+    found, _ = scaled(8, 2, rollout=rollout)
+    assert (found.config.rollout.engine, found.config.rollout.engine_args) == ("hf", {})
+    assert any("SGLang does not run here" in change.line() for change in found.changes)
