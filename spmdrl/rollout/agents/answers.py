@@ -50,6 +50,7 @@ class Answers:
     prompt_ids: list[int]
     choices: Sequence[Choice]
     id: str  # which its agent reads behind the API's prefix, "chatcmpl-" or the like
+    echoed: str = ""  # what stands before each answer's text: the prompt, if it is to be there
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -187,6 +187,8 @@ def text_request(body: dict[str, Any]) -> TextRequest:
     refuse(body, {"logit_bias": UNSUPPORTED["logit_bias"], "suffix": "the model only continues"})
     if (take(body, "best_of", int) or 1) > choices(body):
         refuse(body, {"best_of": "every answer is trained on, so none is left out"})
+    if body.get("logprobs") is not None:
+        refuse(body, {"echo": "a prompt has no log-probabilities here; leave logprobs or echo out"})
     options = take(body, "stream_options", dict, {})
     prompt = require(body, "prompt", (str, list))
     if isinstance(prompt, list):
@@ -213,7 +215,9 @@ def text_request(body: dict[str, Any]) -> TextRequest:
 def text_answer(request: TextRequest, answers: Answers) -> dict[str, Any]:
     """Writes the body of an answer to /v1/completions."""
     return text_head(answers) | {
-        "choices": [text_choice(request, i, c) for i, c in enumerate(answers.choices)],
+        "choices": [
+            text_choice(request, i, c, answers.echoed) for i, c in enumerate(answers.choices)
+        ],
         "usage": usage_of(answers),
         **({"prompt_token_ids": answers.prompt_ids} if request.return_token_ids else {}),
     }
@@ -222,7 +226,10 @@ def text_answer(request: TextRequest, answers: Answers) -> dict[str, Any]:
 def text_events(request: TextRequest, answers: Answers) -> Events:
     """Writes the events of a streamed answer: a choice is sent once it is whole."""
     for i, choice in enumerate(answers.choices):
-        yield "", text_head(answers) | {"choices": [text_choice(request, i, choice)]}
+        yield (
+            "",
+            text_head(answers) | {"choices": [text_choice(request, i, choice, answers.echoed)]},
+        )
     if request.stream_usage:
         yield "", text_head(answers) | {"choices": [], "usage": usage_of(answers)}
 
@@ -234,16 +241,17 @@ def text_head(answers: Answers) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def text_choice(request: TextRequest, index: int, choice: Choice) -> dict[str, Any]:
+def text_choice(
+    request: TextRequest, index: int, choice: Choice, echoed: str
+) -> dict[str, Any]:  # fmt: skip
     logprobs = None
     if request.logprobs:
         logprobs = {
             "tokens": choice.token_texts, "token_logprobs": choice.completion.logprobs,
             "top_logprobs": None, "text_offset": offsets(choice.token_texts),
         }  # fmt: skip
-    said = request.prompt + choice.text if request.echo and isinstance(request.prompt, str) else ""
     return {
-        "index": index, "text": said or choice.text, "finish_reason": choice.finish_reason,
+        "index": index, "text": echoed + choice.text, "finish_reason": choice.finish_reason,
         "logprobs": logprobs, **token_ids(request, choice),
     }  # fmt: skip
 

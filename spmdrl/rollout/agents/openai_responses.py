@@ -39,6 +39,8 @@ def responses_request(
     ApiError.
     """
     refuse(body, UNSUPPORTED)
+    if (take(body, "n", int) or 1) > 1:
+        refuse(body, {"n": "a response is one answer; /v1/chat/completions gives several"})
     refuse_form(take(take(body, "text", dict, {}), "format", dict, {}), "text.format")
     previous = take(body, "previous_response_id", str)
     if previous is not None and previous not in earlier:

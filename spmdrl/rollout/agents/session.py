@@ -90,7 +90,8 @@ class Session:
             texts = self.token_texts(completion) if request.logprobs else []
             finish = "length" if completion.finish_reason == "length" else "stop"
             choices.append(Choice(message, finish, completion, texts))
-        return Answers(self.model, ids, choices, id)
+        asked = said if isinstance(said, str) else tokenizer.decode(ids)
+        return Answers(self.model, ids, choices, id, asked if request.echo else "")
 
     async def count(self, request: ChatRequest) -> int:
         """Returns the number of tokens of a prompt. Raises ApiError."""

@@ -194,8 +194,12 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         )
         for name, body in {
             "a huge token": {"prompt": [10**30]}, "the best": {"prompt": "hi", "best_of": 3},
+            "an echo with logprobs": {"prompt": "hi", "echo": True, "logprobs": 0},
         }.items():  # fmt: skip
             found[name] = await post(f"{base_url}/completions", json=body, headers=key)
+        found["several responses"] = await post(
+            f"{base_url}/responses", json={"input": "hi", "n": 2}, headers=key
+        )
         half = json.dumps(good | {"messages": [{"role": "user", "content": "h\ud800"}]})
         answer = await client.post(url, content=half.encode(), headers=key)
         assert answer.status_code == 200, answer.text

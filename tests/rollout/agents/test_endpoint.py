@@ -127,7 +127,7 @@ def test_openai_responses_goes_on_by_id_or_by_items(played: Round) -> None:
 
 
 def test_texts_go_on_with_the_tokens_that_were_sampled(played: Round) -> None:
-    assert played.output("texts") == ["good", " day", " day", "good day to you"]
+    assert played.output("texts") == ["good", " day", "uhi:good day", "good day to you"]
     rows = played.samples["texts"].rows
     assert [(row.num_turns, sum(row.loss_mask)) for row in rows] == [(1, 8), (1, 4), (1, 16)]
 
@@ -146,6 +146,8 @@ REFUSED = {
     "no trajectory": (404, "no_trajectory"), "anthropic": (400, None),
     "many turns": (400, "too_many_turns"), "a template": (400, "unsupported_field"),
     "a huge token": (400, "invalid_value"), "the best": (400, "unsupported_field"),
+    "an echo with logprobs": (400, "unsupported_field"),
+    "several responses": (400, "unsupported_field"),
 }  # fmt: skip
 
 
