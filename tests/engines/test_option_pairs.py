@@ -1,6 +1,8 @@
 """Every pair of a role's options: what is not to change numbers does not, whatever is beside it.
 
-docs/training.md has the table of these pairs.
+docs/training.md has the table of these pairs. A run has several options, so that few runs have all
+pairs: of every two options that go together some run has both, one has only the first, one only
+the second and one neither.
 """
 
 from __future__ import annotations
@@ -48,6 +50,21 @@ REFUSED = {
 ONE_FIELD = {("adamw8bit", "muon"), ("checkpointing", "selective")}
 OPTIONS = LEARNING | NEUTRAL
 PAIRS = [p for p in itertools.combinations(OPTIONS, 2) if p not in REFUSED | ONE_FIELD]
+# `test_the_runs_have_every_pair` holds that these are enough
+RUNS: list[tuple[str, ...]] = [
+    (),
+    ("replicas", "selective", "torch kernels", "ema", "offload policy", "whole prompts",
+     "kept weights"),
+    ("ulysses", "checkpointing", "offload", "ema"),
+    ("lora", "adamw8bit", "ulysses", "checkpointing", "offload", "whole prompts", "kept weights"),
+    ("lora", "adamw8bit", "ulysses", "selective", "offload policy"),
+    ("lora", "adamw8bit", "replicas", "selective", "whole prompts", "kept weights"),
+    ("lora", "selective", "torch kernels", "offload", "ema", "kept weights"),
+    ("adamw8bit", "replicas", "checkpointing", "torch kernels", "ema", "offload policy"),
+    ("muon", "ulysses", "selective"),
+    ("muon", "ulysses", "torch kernels", "offload", "whole prompts", "kept weights"),
+    ("muon", "replicas", "checkpointing", "offload", "ema", "whole prompts"),
+]  # fmt: skip
 ALONE: list[tuple[str, ...]] = [(), *((name,) for name in LEARNING), ("lora", "adamw8bit")]
 
 
@@ -115,28 +132,38 @@ def result_on(topology: Any, model: str, config: TrainConfig, whole: Batch) -> A
 def results(qwen3: Any, pytestconfig: pytest.Config) -> dict[Any, Any]:
     seed = pytestconfig.getoption("--seed")
     [alone] = run_calls(1, [(results_on, (str(qwen3), ALONE, seed))])
-    [pairs] = run_calls(2, [(results_on, (str(qwen3), PAIRS, seed))], timeout_s=230)
+    [shared] = run_calls(2, [(results_on, (str(qwen3), RUNS, seed))], timeout_s=230)
     found = {(1, case): [each] for case, each in zip(ALONE, alone[0], strict=True)}
-    for number, case in enumerate(PAIRS):
-        found[2, case] = [rank[number] for rank in pairs]
+    for number, case in enumerate(RUNS):
+        found[2, case] = [rank[number] for rank in shared]
     return found
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
-def test_numbers_are_those_of_one_plain_rank(results: dict[Any, Any], pair: Any) -> None:
-    [(want, sequences, _)] = results[1, learnt(pair)]
-    limit = 2e-4 if "adamw8bit" in pair else 2e-5  # a code may fall on the other side of a rounding
+@pytest.mark.parametrize("names", RUNS, ids=" with ".join)
+def test_numbers_are_those_of_one_plain_rank(results: dict[Any, Any], names: Any) -> None:
+    [(want, sequences, _)] = results[1, learnt(names)]
+    limit = 2e-4 if "adamw8bit" in names else 2e-5  # a code may be rounded to the other side
     seen: dict[int, torch.Tensor] = {}
-    for metrics, found, average in results[2, pair]:
+    for metrics, found, average in results[2, names]:
         for got, one in zip(metrics, want, strict=True):
             assert got == pytest.approx(one, rel=limit, abs=limit)
         seen |= found
-        assert bool(average) == ("ema" in pair)
+        assert bool(average) == ("ema" in names)
         assert all(torch.isfinite(tensor).all() for tensor in average.values())
     assert seen.keys() == sequences.keys()
     for number, one in sequences.items():
         torch.testing.assert_close(seen[number], one, rtol=10 * limit, atol=10 * limit)
+
+
+def test_the_runs_have_every_pair() -> None:
+    for a, b in itertools.combinations(OPTIONS, 2):
+        wanted = {(True, False), (False, True), (False, False)}
+        if (a, b) in PAIRS:
+            wanted.add((True, True))
+        assert {(a in names, b in names) for names in RUNS} == wanted, (a, b)
+    plain = {name for names in RUNS if not learnt(names) for name in names}
+    assert plain == set(NEUTRAL)
 
 
 @pytest.mark.parametrize("pair", sorted(REFUSED), ids=" with ".join)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -198,8 +196,8 @@ def fine_tune(folder: Path, ranks: int, steps: int, in_pairs: bool = False) -> N
     """The example, shorter: afterwards a model calls in two cases of five. in_pairs: a chat has two
     questions, so that it may call in several turns."""
     script = ROOT / "examples/multiply/make_assets.py"
-    make = [sys.executable, str(script), "--out", "runs/multiply"]
-    subprocess.run(make, cwd=folder, check=True, timeout=120, capture_output=True)
+    made = train(folder, 1, "--out", "runs/multiply", program=str(script))
+    assert made.code == 0, made.output[-4000:]
     chats = folder / "runs/multiply/sft.parquet"
     if in_pairs:
         said = [row["messages"] for row in pq.read_table(chats).to_pylist()]
