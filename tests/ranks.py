@@ -11,6 +11,7 @@ that is over its limit fails and shows the stack of every rank.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -121,6 +122,7 @@ def groups_that_end() -> Iterator[None]:
     c10d.barrier()
     for group in [group for group in c10d._world.pg_map if group not in before]:
         c10d.destroy_process_group(group)
+    gc.collect()  # engines are in cycles; a thread ends when nothing has its group any more
 
 
 def record_if_asked() -> None:

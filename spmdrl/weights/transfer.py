@@ -267,7 +267,9 @@ def full_tensors(
     for weight in weights:
         plan = plan_of_full_tensor(me, weight, ranks, dtype.itemsize, num_bytes)
         full = [torch.empty(weight.shape, dtype=dtype, device=device)] if plan.peers else []
-        Transfer(plan, lambda: held, lambda full=full: full, dtype, device, topology.group).run()  # type: ignore[misc]
+        # its own parts alone: a run looks at all that it is given, of every weight
+        own = {name: held[name] for name in (weight.name,) if name in held}
+        Transfer(plan, lambda own=own: own, lambda full=full: full, dtype, device, topology.group).run()  # type: ignore[misc]
         if full:
             yield weight.name, full[0]
 
