@@ -269,7 +269,9 @@ def full_tensors(
         full = [torch.empty(weight.shape, dtype=dtype, device=device)] if plan.peers else []
         # its own parts alone: a run looks at all that it is given, of every weight
         own = {name: held[name] for name in (weight.name,) if name in held}
-        Transfer(plan, lambda own=own: own, lambda full=full: full, dtype, device, topology.group).run()  # type: ignore[misc]
+        Transfer(
+            plan, lambda own=own: own, lambda full=full: full, dtype, device, topology.group
+        ).run()  # type: ignore[misc]
         if full:
             yield weight.name, full[0]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from embedded_models import PP2, TP2, host_model, rl_config
 from nccl_rules import BACKENDS
-from ranks import run_ranks
+from ranks import groups_that_end, run_ranks
 from training_batches import CONFIG, whole_batch
 
 from spmdrl.config import (
@@ -27,40 +27,42 @@ def nccl_alone(monkeypatch):
 
 
 def host_updates_on(topology, cases, model, folder):
-    """Of each (sizes, per_token, padded vocabulary): this rank's sequences; as fsdp_updates_on.
-
-    What was learnt goes through files of Hugging Face's format and back.
-    """
+    """Of each (sizes, per_token, padded vocabulary): this rank's sequences; as fsdp_updates_on."""
     from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 
     mcore_cpu.install()
+    found = []
+    with mcore_cpu.scope():
+        for number, case in enumerate(cases):
+            with groups_that_end():
+                found.append(host_updates(topology, model, f"{folder}/{number}", *case))
+    return found
+
+
+def host_updates(topology, model, folder, sizes, per_token, *vocab):
+    """What was learnt goes through files of Hugging Face's format and back."""
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.distributed.topology import Topology
     from spmdrl.embed import host_parts, hosted_actor
     from spmdrl.engines.megatron.engine import MegatronEngine
 
-    found = []
-    with mcore_cpu.scope():
-        for sizes, per_token, *vocab in cases:
-            torch.manual_seed(0)
-            chunks, optimizer = host_model(model, per_token, *vocab, **sizes)
-            config = rl_config(model)
-            parts = host_parts(chunks, optimizer, config)
-            everyone = Topology.build(topology.device, hosted=True, dp=-1)
-            layout = Topology.from_megatron(everyone)
-            actor = hosted_actor(config.actor, parts)
-            engine = MegatronEngine(parts, actor, layout)
-            own = layout.data_ranks
-            mine = range(9)[own.index(layout.rank) :: len(own)] if layout.rank in own else []
-            batch = whole_batch().select(list(mine))
-            looked = engine.logprobs(batch, 0.8, True)
-            loss_fn = policy_objective(AlgoConfig(entropy_coef=0.01))
-            metrics = [engine.update(batch, loss_fn, temperature=0.8) for _ in range(2)]
-            weights = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
-            found.append((list(mine), looked, metrics, weights))
-            if sizes:
-                through_files(chunks, optimizer, engine, f"{folder}/{len(found)}", model)
-    return found
+    torch.manual_seed(0)
+    chunks, optimizer = host_model(model, per_token, *vocab, **sizes)
+    config = rl_config(model)
+    parts = host_parts(chunks, optimizer, config)
+    everyone = Topology.build(topology.device, hosted=True, dp=-1)
+    layout = Topology.from_megatron(everyone)
+    engine = MegatronEngine(parts, hosted_actor(config.actor, parts), layout)
+    own = layout.data_ranks
+    mine = range(9)[own.index(layout.rank) :: len(own)] if layout.rank in own else []
+    batch = whole_batch().select(list(mine))
+    looked = engine.logprobs(batch, 0.8, True)
+    loss_fn = policy_objective(AlgoConfig(entropy_coef=0.01))
+    metrics = [engine.update(batch, loss_fn, temperature=0.8) for _ in range(2)]
+    weights = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
+    if sizes:
+        through_files(chunks, optimizer, engine, folder, model)
+    return list(mine), looked, metrics, weights
 
 
 def through_files(chunks, optimizer, engine, folder, model):

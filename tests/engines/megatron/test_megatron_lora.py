@@ -36,7 +36,13 @@ def case(model, kind, ranks, lora=LORA, **layout):
     return model, kind, ranks, replace(TRAIN, engine="megatron", lora=lora, **layout)
 
 
-FAMILIES = ("qwen3_5_text", "glm4", "gpt_oss", "glm4_moe")
+# two layers have all kinds of layers that these have
+KINDS = {"qwen3_5_text": ("linear_attention", "full_attention"), "glm4": (),
+         "gpt_oss": ("sliding_attention", "full_attention"), "glm4_moe": ()}  # fmt: skip
+FAMILIES = {
+    family: {"num_hidden_layers": 2} | ({"layer_types": [*kinds]} if kinds else {})
+    for family, kinds in KINDS.items()
+}
 TOKENS = {"vocab_size": 98, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
 
 LAYOUTS = [
@@ -64,8 +70,8 @@ LAYOUTS = [
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tiny_megatron_models.save_model("deepseek_v3", folder / "latent", num_hidden_layers=2, **TOKENS)
-    for family in FAMILIES:
-        tiny_megatron_models.save_model(family, folder / family, **TOKENS)
+    for family, fields in FAMILIES.items():
+        tiny_megatron_models.save_model(family, folder / family, **TOKENS, **fields)
     names = ("latent", *FAMILIES)
     return save_models(folder) | {name: str(folder / name) for name in names}
 
@@ -114,41 +120,46 @@ SAVED = [  # what is saved, and what goes on from it
 
 
 def resumed_on(topology, models, folder, cases):
+    """Of each case what resumed_case says; ranks outside come along to where all meet."""
+    found = []
+    for number, (first, other) in enumerate(cases):
+        with groups_that_end():
+            found.append(resumed_case(topology, models, Path(folder, str(number)), first, other))
+    return [result for result in found if result is not None]
+
+
+def resumed_case(topology, models, folder, first, other):
     """Trains, saves, trains on; loads into an engine of the same layout and into one of another;
     what all of these say of the next update, and their weights then."""
     import torch.distributed as dist
 
-    found = []
-    for number, (first, other) in enumerate(cases):
-        path = Path(folder, str(number), "actor")
-        path.mkdir(exist_ok=True, parents=True)
-        engine, same = engine_of(topology, models, first), engine_of(topology, models, first)
-        others = engine_of(topology, models, other)
-        if engine is None:
-            dist.barrier()
-            refusals_on(topology, models, first, path)
-            continue
-        batch = whole_batch().select(share_of(engine))
-        engine.update(batch, loss_of(first[1]), 0.8)
-        saved = weights_of(engine)
-        engine.offload()
-        engine.stage().write(path, engine.topology.control)
-        if first[1] == "policy":
-            engine.save_adapter(path.parent / "adapter")
-        engine.onload()
+    path = folder / "actor"
+    path.mkdir(exist_ok=True, parents=True)
+    engine, same = engine_of(topology, models, first), engine_of(topology, models, first)
+    others = engine_of(topology, models, other)
+    if engine is None:
         dist.barrier()
-        for loaded in (same, *([others] if others is not None else [])):
-            loaded.load(path)
-        results = []
-        for loaded in (engine, same, others):
-            if loaded is None:
-                continue
-            own = whole_batch().select(share_of(loaded))
-            metrics = loaded.update(own, loss_of(first[1]), 0.8)
-            results.append((metrics, weights_of(loaded) | averaged(loaded)))
-        refused = refusals_on(topology, models, first, path)
-        found.append((results, refused, saved))
-    return found
+        refusals_on(topology, models, first, path)
+        return None
+    batch = whole_batch().select(share_of(engine))
+    engine.update(batch, loss_of(first[1]), 0.8)
+    saved = weights_of(engine)
+    engine.offload()
+    engine.stage().write(path, engine.topology.control)
+    if first[1] == "policy":
+        engine.save_adapter(path.parent / "adapter")
+    engine.onload()
+    dist.barrier()
+    for loaded in (same, *([others] if others is not None else [])):
+        loaded.load(path)
+    results = []
+    for loaded in (engine, same, others):
+        if loaded is None:
+            continue
+        own = whole_batch().select(share_of(loaded))
+        metrics = loaded.update(own, loss_of(first[1]), 0.8)
+        results.append((metrics, weights_of(loaded) | averaged(loaded)))
+    return results, refusals_on(topology, models, first, path), saved
 
 
 def averaged(engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import pytest
 import tiny_megatron_models
 import torch
 from programs import CONFIG, metrics_of, train, write_task
-from ranks import run_ranks
+from ranks import groups_that_end, run_ranks
 from rollout_checks import rollout_difference
 from tiny_models import CHARS, save_tokenizer
 from training_batches import CONFIG as TRAIN
@@ -74,58 +75,68 @@ FOUR_RANKS = [
 
 
 def push_on(topology, folder, tuples):
-    """Of each case: an update, its weights pushed and proven, and how far logprobs are apart."""
-    from spmdrl.algo.objectives import policy_objective
-    from spmdrl.config import AlgoConfig, RolloutConfig, WeightsConfig
-    from spmdrl.distributed.topology import Topology, train_degrees
-    from spmdrl.engines.build import build_engine
-    from spmdrl.rollout.vllm.engine import VllmEngine
-    from spmdrl.training.weight_sync import WeightSync
+    """Of each case what pushed_of says. Those beside each other with the same vLLM share it."""
+    found = []
+    alike = groupby((Case(*values) for values in tuples), lambda c: (c.family, c.tp, c.spread))
+    for _, cases in alike:  # vLLM has one set of process groups
+        with groups_that_end():
+            found += pushes_of(topology, Path(folder), list(cases))
+    return found
 
-    rollout, key, found = None, (), []
-    for case in (Case(*values) for values in tuples):
-        model = str(Path(folder) / case.family)
-        # with the usual eps Adam makes a step of up to lr of a gradient that is all rounding
-        steady = replace(TRAIN.optim, eps=1e-5)
-        config = replace(TRAIN, engine=case.engine, optim=steady, **case.layout)
-        ranks = Topology.build(topology.device, **train_degrees(config))
-        actor = build_engine("policy", model, config, ranks)
-        if key != (case.family, case.tp, case.spread):  # vLLM has one set of process groups
-            if rollout is not None:
-                rollout.shutdown()
-            key = (case.family, case.tp, case.spread)
-            settings = RolloutConfig(
-                kv_cache_mib=16, tensor_parallel=case.tp, dtype="float32",
-                expert_parallel=case.spread,
-            )  # fmt: skip
-            engines = Topology.build(topology.device, dp=-1, tp=case.tp)
-            rollout = VllmEngine(model, settings, 64, engines)
-        weights = WeightSync(
-            actor, ranks, rollout, rollout.topology, "float32", WeightsConfig(check=True)
-        )
-        plain = plain_difference(actor, ranks, model)
-        own = ranks.data_ranks
-        mine = range(9)[own.index(ranks.rank) :: len(own)] if ranks.rank in own else []
-        batch = whole_batch().select(list(mine))
-        loss = policy_objective(AlgoConfig(entropy_coef=0.01))
-        metrics = [actor.update(batch, loss, temperature=0.8) for _ in range(2)]
-        stats = weights.push()
-        assert stats.planned_bytes == stats.moved_bytes and stats.opaque_bytes == 0, case
-        found.append({
-            "checked": weights.check(),
-            "metrics": metrics,
-            "plain": plain,
-            "rollout": rollout_difference(actor, ranks, rollout),
-            "noticed": [
-                notices(weights, actor, ".experts.3.", weights.check),
-                notices(weights, actor, ".gate.weight", weights.check),
-                notices(weights, actor, ".experts.3.", partial(push_stale, weights)),
-            ],
-            "again": weights.check(),  # after the pushes of what was noticed
-            "weights": {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)},
-        })  # fmt: skip
+
+def pushes_of(topology, folder, cases):
+    from spmdrl.config import RolloutConfig
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.rollout.vllm.engine import VllmEngine
+
+    first = cases[0]
+    settings = RolloutConfig(
+        kv_cache_mib=16, tensor_parallel=first.tp, dtype="float32", expert_parallel=first.spread
+    )
+    engines = Topology.build(topology.device, dp=-1, tp=first.tp)
+    rollout = VllmEngine(str(folder / first.family), settings, 64, engines)
+    found = [pushed_of(topology, str(folder / case.family), case, rollout) for case in cases]
     rollout.shutdown()
     return found
+
+
+def pushed_of(topology, model, case, rollout):
+    """Of a case: an update, its weights pushed and proven, and how far logprobs are apart."""
+    from spmdrl.algo.objectives import policy_objective
+    from spmdrl.config import AlgoConfig, WeightsConfig
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.engines.build import build_engine
+    from spmdrl.training.weight_sync import WeightSync
+
+    # with the usual eps Adam makes a step of up to lr of a gradient that is all rounding
+    steady = replace(TRAIN.optim, eps=1e-5)
+    config = replace(TRAIN, engine=case.engine, optim=steady, **case.layout)
+    ranks = Topology.build(topology.device, **train_degrees(config))
+    actor = build_engine("policy", model, config, ranks)
+    weights = WeightSync(
+        actor, ranks, rollout, rollout.topology, "float32", WeightsConfig(check=True)
+    )
+    plain = plain_difference(actor, ranks, model)
+    own = ranks.data_ranks
+    mine = range(9)[own.index(ranks.rank) :: len(own)] if ranks.rank in own else []
+    batch = whole_batch().select(list(mine))
+    loss = policy_objective(AlgoConfig(entropy_coef=0.01))
+    metrics = [actor.update(batch, loss, temperature=0.8) for _ in range(2)]
+    stats = weights.push()
+    assert stats.planned_bytes == stats.moved_bytes and stats.opaque_bytes == 0, case
+    return {
+        "checked": weights.check(),
+        "metrics": metrics,
+        "plain": plain,
+        "rollout": rollout_difference(actor, ranks, rollout),
+        "noticed": [
+            notices(weights, actor, ".experts.3.", weights.check),
+            notices(weights, actor, ".gate.weight", weights.check),
+            notices(weights, actor, ".experts.3.", partial(push_stale, weights)),
+        ],
+        "again": weights.check(),  # after the pushes of what was noticed
+        "weights": {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)},
+    }
 
 
 def plain_difference(actor, ranks, model):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny_megatron_models as tiny
 import torch
-from ranks import run_calls, run_ranks
+from ranks import groups_that_end, run_calls, run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_models import CHARS, save_tokenizer
 from torch import Tensor
@@ -86,38 +86,44 @@ def models(tmp_path_factory: Any) -> Path:
 
 
 def trained_on(topology: Any, folder: Path, cases: Cases, weight: float) -> list[Any]:
-    """Two updates of each case; what they say, all weights then, and a checkpoint of a family's
-    first.
-    """
+    found = []
+    for number, (family, layout) in enumerate(cases):
+        with groups_that_end():
+            saves = topology.world > 1 and number < len(FIELDS)
+            found.append(trained_case(topology, Path(folder), family, layout, weight, saves))
+    return found
+
+
+def trained_case(
+    topology: Any, folder: Path, family: str, layout: Any, weight: float, saves: bool
+) -> Any:
+    """Two updates; what they say, all weights then, and with `saves` a checkpoint."""
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig
     from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines.build import build_engine
 
-    found = []
-    for number, (family, layout) in enumerate(cases):
-        config = dataclasses.replace(
-            CONFIG, engine="megatron", mtp_loss_scaling_factor=weight,
-            optim=dataclasses.replace(CONFIG.optim, clip_norm=CLIP_NORM), **layout,
-        )  # fmt: skip
-        ranks = Topology.build(topology.device, **train_degrees(config))
-        actor = build_engine("policy", str(Path(folder) / family), config, ranks)
-        loss = policy_objective(AlgoConfig())
-        batch = on_data_ranks(ranks, whole_batch())
-        metrics = [actor.update(batch, loss, temperature=0.8) for _ in range(2)]
-        named = {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)}
-        if topology.world > 1 and number < len(FIELDS):
-            saved(actor, topology, Path(folder) / f"saved_{family}")
-            other = build_engine("policy", str(Path(folder) / family), config, ranks)
-            other.load(Path(folder) / f"saved_{family}" / "actor")
-            again = {n: t.clone() for n, t in other.named_weights(torch.float32, 1 << 20)}
-            assert all(torch.equal(again[n], named[n]) for n in named), family
-            plain = dataclasses.replace(config, mtp_loss_scaling_factor=0.0)
-            other = build_engine("policy", str(Path(folder) / family), plain, ranks)
-            with pytest.raises(ConfigError, match="layers for multi-token prediction that were"):
-                other.load(Path(folder) / f"saved_{family}" / "actor")
-        found.append((metrics, named))
-    return found
+    config = dataclasses.replace(
+        CONFIG, engine="megatron", mtp_loss_scaling_factor=weight,
+        optim=dataclasses.replace(CONFIG.optim, clip_norm=CLIP_NORM), **layout,
+    )  # fmt: skip
+    ranks = Topology.build(topology.device, **train_degrees(config))
+    actor = build_engine("policy", str(folder / family), config, ranks)
+    loss = policy_objective(AlgoConfig())
+    batch = on_data_ranks(ranks, whole_batch())
+    metrics = [actor.update(batch, loss, temperature=0.8) for _ in range(2)]
+    named = {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)}
+    if saves:
+        saved(actor, topology, folder / f"saved_{family}")
+        other = build_engine("policy", str(folder / family), config, ranks)
+        other.load(folder / f"saved_{family}" / "actor")
+        again = {n: t.clone() for n, t in other.named_weights(torch.float32, 1 << 20)}
+        assert all(torch.equal(again[n], named[n]) for n in named), family
+        plain = dataclasses.replace(config, mtp_loss_scaling_factor=0.0)
+        other = build_engine("policy", str(folder / family), plain, ranks)
+        with pytest.raises(ConfigError, match="layers for multi-token prediction that were"):
+            other.load(folder / f"saved_{family}" / "actor")
+    return metrics, named
 
 
 def saved(actor: Any, topology: Any, folder: Path) -> None:
