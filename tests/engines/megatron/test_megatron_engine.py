@@ -443,11 +443,11 @@ def test_a_checkpoint_loads_in_any_layout_and_exports(models, tmp_path):
 def decayed_on(topology, model):
     """All weights after two updates with a decay that shows, by engine; how many groups each has
     made."""
+    import torch.distributed.distributed_c10d as c10d
+
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines.build import build_engine
-
-    import torch.distributed.distributed_c10d as c10d
 
     found, made = {}, {}
     for name in ("fsdp", "megatron"):
