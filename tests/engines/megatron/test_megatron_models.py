@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_megatron_models as tiny
 import torch
-from ranks import groups_that_end, run_ranks
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_megatron_models import Case
 
@@ -155,7 +155,7 @@ def work(topology, folder, cases):
     results = {}
     for case in cases:
         degrees = Degrees(**case.degrees)
-        with groups_that_end(), arranged(degrees):
+        with arranged(degrees):
             for family in case.families:
                 hf_config = AutoConfig.from_pretrained(folder / family)
                 config = transformer_config(hf_config, degrees, torch.float32, case.recompute)
