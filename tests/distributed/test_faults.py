@@ -23,6 +23,7 @@ from programs import (
     metrics_of,
     pids_of,
     set_up,
+    show_environment,
     start,
     torchrun,
     wait_for,
@@ -412,7 +413,9 @@ spmdrl.training.step.add_advantages = broken
 def test_a_frozen_rank_is_named_and_killed(folder, rank, cause, monkeypatch):
     if rank == 0:
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    proc = start(folder, 3, *ENDLESS, "--lost_timeout_s", "6", before=["--standalone"])
+    command = [*ENDLESS, "--lost_timeout_s", "6"]
+    shown = show_environment(dict(os.environ))  # who kills a rank looks there
+    proc = start(folder, 3, *command, before=["--standalone"], forked=shown)
     wait_for(folder, "step 2/1000", proc)
     os.kill(pids_of(proc.pid)[rank], signal.SIGSTOP)
     done = finish(proc, folder, 6 + LIMIT_S)  # torchrun gives one that hears nothing 30 s

@@ -21,6 +21,7 @@ from programs import (
     environment,
     finish,
     pids_of,
+    show_environment,
     write_task,
 )
 from ranks import SERVER
@@ -68,7 +69,8 @@ def soak(folder: str, options: list[str]) -> None:
     sys.path.insert(0, str(ROOT / "examples/arithmetic"))
     script = importlib.import_module("soak")
     script.launched = ForkedLauncher
-    script.ranks_of = lambda launcher: dict(enumerate(pids_of(launcher)))  # forks have its environ
+    if not show_environment(environment()):  # nor can its ranks, where their number stands
+        script.ranks_of = lambda launcher: dict(enumerate(pids_of(launcher)))
     sys.argv[1:] = options
     script.main()
 
