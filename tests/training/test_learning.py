@@ -18,6 +18,7 @@ ALGORITHMS = {
     "lora": (ROOT / "configs/qwen3_tiny_arithmetic_lora_cpu.py",),
     "reinforce_plus_plus": (GRPO, "--algo.advantage", "reinforce_plus_plus"),
 }
+# after eight steps the four are at 0.55 to 0.64, from 0.22
 BUDGET = ["--steps", "8", "--actor.optim.warmup_steps", "3", "--eval_every", "0",
           "--checkpoint.every_steps", "0", "--trackers", "()"]  # fmt: skip
 
