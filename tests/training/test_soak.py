@@ -21,7 +21,6 @@ from programs import (
     environment,
     finish,
     pids_of,
-    show_environment,
     write_task,
 )
 from ranks import SERVER
@@ -69,8 +68,7 @@ def soak(folder: str, options: list[str]) -> None:
     sys.path.insert(0, str(ROOT / "examples/arithmetic"))
     script = importlib.import_module("soak")
     script.launched = ForkedLauncher
-    if not show_environment(environment()):  # nor can its ranks, where their number stands
-        script.ranks_of = lambda launcher: dict(enumerate(pids_of(launcher)))
+    script.ranks_of = lambda launcher: dict(enumerate(pids_of(launcher)))  # some forks show no RANK
     sys.argv[1:] = options
     script.main()
 
