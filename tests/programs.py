@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import importlib
 import json
@@ -9,6 +10,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -138,8 +140,8 @@ def launch(
     """What the command `python -m launcher` does, in a process that has imported it already.
 
     forked: so have its ranks, which are forks of it, where torchrun would start Python. All else
-    is torchrun's own; but /proc/PID/environ is not theirs, and a killed one, whose pages others
-    share, may take longer to be gone than its peers take to leave.
+    is torchrun's own; but a killed one, whose pages others share, may take longer to be gone than
+    its peers take to leave.
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -206,10 +208,33 @@ def run_rank(
     resource_tracker._resource_tracker._fd = None  # its number will be another file's
     os.environ.clear()
     os.environ.update(env)
+    show_environment(env)
     sys.stdout.reconfigure(write_through=True)  # as by -u
     record_if_asked()
     sys.argv[1:] = args
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+SHOWN: list[Any] = []  # what the kernel reads it from has to stay
+
+
+def show_environment(env: dict[str, str]) -> bool:
+    """/proc/PID/environ of this process becomes `env`: a watchdog looks there before it kills a
+    rank. False where Linux cannot do it (CONFIG_CHECKPOINT_RESTORE). prctl(2), PR_SET_MM_MAP.
+    """
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_size_t
+    text = "".join(f"{name}={value}\0" for name, value in env.items()).encode()
+    SHOWN.append(ctypes.create_string_buffer(text, len(text)))
+    place = ctypes.addressof(SHOWN[-1])
+    stat = [0, 0, 0, *Path("/proc/self/stat").read_text().rpartition(")")[2].split()]
+    code, stack, data, heap, args = ([int(x) for x in stat[first : first + count]] for first, count
+                                     in ((26, 2), (28, 1), (45, 2), (47, 1), (48, 2)))  # fmt: skip
+    places = [*code, *data, *heap, libc.sbrk(0), *stack, *args, place, place + len(text), 0]
+    as_it_is = struct.pack("=12Q2I", *places, 0, 2**32 - 1)  # prctl_mm_map, of linux/prctl.h
+    set_mm, whole_map = 35, 14
+    words = (whole_map, as_it_is, ctypes.c_ulong(len(as_it_is)), ctypes.c_ulong(0))
+    return libc.prctl(set_mm, *words) == 0
 
 
 def pids_of(launcher: int) -> list[int]:

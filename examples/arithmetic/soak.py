@@ -154,7 +154,7 @@ def run(
         "--run_dir", str(run_dir), "--steps", str(steps),
     ]  # fmt: skip
     print(f"\n== {' '.join(command[1:])}", flush=True)
-    process = subprocess.Popen(command, env=environment())
+    process = launched(command)
     deadline = time.monotonic() + 120 + SECONDS_PER_STEP * steps + 90 * len(faults)
     metrics = run_dir / "metrics.jsonl"
     try:
@@ -167,6 +167,10 @@ def run(
     if code != 0:
         sys.exit(f"soak: the run ended with exit code {code}; see {run_dir}/errors")
     return [json.loads(line) for line in metrics.open()]
+
+
+def launched(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=environment())
 
 
 def strike(fault: Fault, launcher: subprocess.Popen[bytes], metrics: Path, deadline: float) -> None:

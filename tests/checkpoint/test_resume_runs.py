@@ -185,7 +185,7 @@ def test_another_reward_and_reference_are_refused(tmp_path, qwen3):
     text = text.replace("\nconfig =", REWARD + "\nconfig =")
     Path(folder, "cfg.py").write_text(text)
     args = ("--config", "cfg.py", "--algo.kl_coef", "0.01", "--checkpoint.every_steps", "1")
-    done = train(folder, 2, *args, "--steps", "1")
+    done = train(folder, 1, *args, "--steps", "1")
     assert done.code == 0, done.output[-4000:]
     Path(folder, "cfg.py").write_text(text.replace("BONUS = 0.01", "BONUS = 0.02"))
     weights = folder / "model/model.safetensors"
@@ -193,7 +193,7 @@ def test_another_reward_and_reference_are_refused(tmp_path, qwen3):
     content[-7] ^= 1
     weights.write_bytes(content)
     edit(folder / "model/generation_config.json", eos_token_id=[2, 5])
-    done = train(folder, 2, *args, "--resume", "auto")
+    done = train(folder, 1, *args, "--resume", "auto")
     assert done.code == 2, done.output[-4000:]
     for words in ("reward function: its code, or that of its helpers, ",
                   "ref: the weights, which this run does not train",
@@ -201,7 +201,7 @@ def test_another_reward_and_reference_are_refused(tmp_path, qwen3):
                   "--checkpoint.accept_changes model,reward"):  # fmt: skip
         assert words in done.output, words
     args = (*args, "--checkpoint.accept_changes", "model,reward", "--rollout.n", "2")
-    done = train(folder, 2, *args, "--resume", "auto")
+    done = train(folder, 1, *args, "--resume", "auto")
     assert done.code == 0, done.output[-4000:]
     assert "resume: rollout.n 4 -> 2\n" in done.output
     assert done.output.count(" (accepted: reward)\n") == 1

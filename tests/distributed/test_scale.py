@@ -15,7 +15,7 @@ REAL, MANY = 6, 1024
 @pytest.mark.ranks
 def test_counts_are_those_of_real_ranks_and_stay_small_at_1024(tmp_path):
     done = subprocess.run(
-        [sys.executable, COMMAND, "--only", "descriptors,phase_end,store", "--real", f"2,{REAL}",
+        [sys.executable, COMMAND, "--only", "descriptors,phase_end,store", "--real", str(REAL),
          "--simulated", str(MANY), "--points", str(tmp_path / "points"), "--draw",
          str(tmp_path / "drawn.png")],
         capture_output=True, text=True, timeout=120, check=False,

@@ -49,14 +49,14 @@ def exit_code(process: Any, limit_s: float) -> int | None:
 @pytest.mark.parametrize(
     ("come", "cause"),
     [
-        ([0, 2], r"rank [02] on \S+ .*: ranks \[1, 3\] of 4 did not start within 15 s"),
-        ([1], r"rank 1 on \S+ .*: the store at 127\.0\.0\.1:\d+ did not answer within 15 s"),
+        ([0, 2], r"rank [02] on \S+ .*: ranks \[1, 3\] of 4 did not start within 8 s"),
+        ([1], r"rank 1 on \S+ .*: the store at 127\.0\.0\.1:\d+ did not answer within 8 s"),
     ],
 )
 def test_ranks_that_do_not_come_are_named_once(folder, come, cause):
     port = free_port()
     ranks = [
-        start_rank(folder, rank, 4, port, "--start_timeout_s", "15",
+        start_rank(folder, rank, 4, port, "--start_timeout_s", "8",
                    TORCHELASTIC_ERROR_FILE="/dev/full")
         for rank in come
     ]  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_taken_port_is_named_with_who_has_it(folder):
 def test_a_store_that_freezes_at_the_start_holds_nobody(folder):
     port = free_port()
     ranks = [
-        start_rank(folder, rank, 3, port, "--start_timeout_s", "12")
+        start_rank(folder, rank, 3, port, "--start_timeout_s", "8")
         for rank in (0, 1)
     ]  # fmt: skip
     try:
@@ -104,14 +104,14 @@ def test_a_store_that_freezes_at_the_start_holds_nobody(folder):
         for process in ranks:
             process.kill()
     said = Path(folder, "log").read_text()
-    assert re.search(r"spmdrl: rank 1 on .*: the store at \S+ did not answer within 12 s", said), (
+    assert re.search(r"spmdrl: rank 1 on .*: the store at \S+ did not answer within 8 s", said), (
         said
     )
 
 
 def test_nodes_that_count_restarts_differently_meet_again(folder):
     """Plain torchrun: the nodes share a store that outlives the restart, and one counts it."""
-    more = ("--steps", "25", "--checkpoint.every_steps", "2", "--lost_timeout_s", "5",
+    more = ("--steps", "12", "--checkpoint.every_steps", "2", "--lost_timeout_s", "5",
             "--config", "cfg.py", "--data.eval", "None")  # fmt: skip
     meet = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
             f"127.0.0.1:{free_port()}", "--max-restarts", "2")  # fmt: skip
@@ -123,7 +123,7 @@ def test_nodes_that_count_restarts_differently_meet_again(folder):
     for node in nodes:
         node.join(90)
         assert node.exitcode == 0, Path(folder, "log").read_text()[-5000:]
-    assert [row["step"] for row in metrics_of(folder / "run")] == list(range(1, 26))
+    assert [row["step"] for row in metrics_of(folder / "run")] == list(range(1, 13))
     assert "resumed from" in Path(folder, "log").read_text()
 
 

@@ -18,8 +18,6 @@ from spmdrl.distributed.faults import verdict, watchdog
 from spmdrl.distributed.faults.network import address_towards, addresses_of
 from spmdrl.distributed.faults.watchdog import LOST_PEER, Watchdog
 
-pytestmark = pytest.mark.clock
-
 STALL_S = 1.6
 PHASES = ("rollout", "update_actor")
 
@@ -54,6 +52,7 @@ def failure_of(watched: Watchdog, end: float) -> dict[str, Any]:
     return failure
 
 
+@pytest.mark.clock
 def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
     tmp_path: Path, watchdogs: list[Watchdog]
 ) -> None:
@@ -85,6 +84,7 @@ def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
             time.sleep(0.02)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("told", [True, False])
 def test_a_failure_that_was_heard_stays_the_failure_when_its_store_has_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], told: bool
@@ -127,6 +127,7 @@ def test_a_failure_that_was_heard_stays_the_failure_when_its_store_has_left(
     assert capfd.readouterr().err.count("disk on fire") == 1
 
 
+@pytest.mark.clock
 def test_a_failure_told_at_once_is_not_told_again_when_its_store_has_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

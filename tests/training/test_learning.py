@@ -1,7 +1,7 @@
-"""The reward goes up: four algorithms at least double the held-out accuracy of a small model.
+"""The reward goes up: three algorithms at least double the held-out accuracy of a small model.
 
-GRPO does so with adapters too. The four stand in docs/bench_algos.md, on a larger budget and with
-three seeds.
+GRPO does so with adapters too. The three stand in docs/bench_algos.md with all others, which differ
+from one of them in a formula, on a larger budget and with three seeds.
 """
 
 import pytest
@@ -10,16 +10,16 @@ from programs import ROOT, make_arithmetic, metrics_of, train
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 GRPO, PPO = (ROOT / f"configs/qwen3_tiny_arithmetic_{name}_cpu.py" for name in ("grpo", "ppo"))
-# ranks, config, overrides. One rank does the work of two in two thirds of their CPU seconds; that
-# the numbers are the same, test_invariance.py shows
+# config, overrides. One rank does the work of two in two thirds of their CPU seconds; that the
+# numbers are the same, test_invariance.py shows
 ALGORITHMS = {
-    "grpo": (2, GRPO),
-    "rloo": (1, GRPO, "--algo.advantage", "rloo"),
-    "ppo": (2, PPO),
-    "lora": (1, ROOT / "configs/qwen3_tiny_arithmetic_lora_cpu.py"),
-    "reinforce_plus_plus": (1, GRPO, "--algo.advantage", "reinforce_plus_plus"),
+    "grpo": (GRPO,),
+    "ppo": (PPO,),
+    "lora": (ROOT / "configs/qwen3_tiny_arithmetic_lora_cpu.py",),
+    "reinforce_plus_plus": (GRPO, "--algo.advantage", "reinforce_plus_plus"),
 }
-BUDGET = ["--steps", "10", "--actor.optim.warmup_steps", "3", "--eval_every", "0",
+# after eight steps the four are at 0.55 to 0.64, from 0.22
+BUDGET = ["--steps", "8", "--actor.optim.warmup_steps", "3", "--eval_every", "0",
           "--checkpoint.every_steps", "0", "--trackers", "()"]  # fmt: skip
 
 
@@ -37,9 +37,9 @@ def arithmetic(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_held_out_reward_at_least_doubles(arithmetic, name):
-    ranks, config, *overrides = ALGORITHMS[name]
+    config, *overrides = ALGORITHMS[name]
     run = ["--config", str(config), "--run_dir", name, *overrides, *BUDGET]
-    done = train(arithmetic, ranks, *run)
+    done = train(arithmetic, 1, *run)
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(arithmetic / name)
     before, after = rows[0]["eval/reward"], rows[-1]["eval/reward"]

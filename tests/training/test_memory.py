@@ -43,7 +43,8 @@ config = PpoConfig(
     run_dir="run", checkpoint=CheckpointConfig(every_steps=0), trackers=(),
 )
 """
-SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64}
+# code and buffers are kept by shape, which layers share
+SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "head_dim": 64}
 LARGER = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 8, "head_dim": 64}
 
 
@@ -78,9 +79,22 @@ def write(folder: Path, shape: dict[str, int], **settings: int) -> None:
     Path(folder, "cfg.py").write_text(SFT.format(**settings))
 
 
-def foretold(folder: Path) -> tuple[float, str]:
-    output, _ = program(folder, "--dry-run")
-    return float(re.findall(r"^  peak +(\d+\.\d+)", output, re.M)[0]), output
+def foretold(output: str) -> tuple[float, str]:
+    """The peak in GiB that a dry run names, and its phase."""
+    [(peak, phase)] = re.findall(r"^  peak +(\d+\.\d+) GiB in (\w+)", output, re.M)
+    return float(peak), phase
+
+
+def compare(folder: Path, ranks: int, **options: str) -> str:
+    """A dry run and the run; the phase in which the memory is to be at its peak."""
+    told = train(folder, ranks, "--config", "cfg.py", "--dry-run", **options)
+    assert told.code == 0, told.output[-4000:]
+    planned, phase = foretold(told.output)
+    done = train(folder, ranks, "--config", "cfg.py", **options)
+    assert done.code == 0, done.output[-4000:]
+    last = Path(folder, "run/metrics.jsonl").read_text().splitlines()[-1]
+    assert planned == pytest.approx(json.loads(last)["memory/peak_rss_gib"], rel=0.15)
+    return phase
 
 
 def test_memory_does_not_grow_with_new_shapes(tmp_path):
@@ -88,7 +102,7 @@ def test_memory_does_not_grow_with_new_shapes(tmp_path):
     is the same from the first steps on, so what is resident must stay, once the libraries' buffers
     have met most lengths."""
     write(tmp_path, SMALL, rows=8, steps=100, every=0, tokens=320)
-    planned, _ = foretold(tmp_path)
+    planned, _ = foretold(program(tmp_path, "--dry-run")[0])
     _, peak = program(tmp_path)
     rows = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").open()]
     rss = [row["memory/rss_gib"] for row in rows]
@@ -102,9 +116,7 @@ def test_memory_does_not_grow_with_new_shapes(tmp_path):
 def test_the_dry_run_foretells_the_memory_of_a_larger_model(tmp_path):
     """47 million weights, whose tensors are mappings of their own."""
     write(tmp_path, LARGER, rows=8, steps=2, every=0, tokens=1024)
-    planned, _ = foretold(tmp_path)
-    _, peak = program(tmp_path)
-    assert planned == pytest.approx(peak, rel=0.15)
+    compare(tmp_path, 1, program="spmdrl.sft")
 
 
 @pytest.mark.vllm
@@ -124,11 +136,4 @@ def test_the_dry_run_foretells_the_memory_of_reinforcement_learning(tmp_path, ra
     write_task(tmp_path)
     text = RL.format(**{"roles": ""} | parts)
     Path(tmp_path, "cfg.py").write_text("from dataclasses import replace\n" + text)
-    told = train(tmp_path, ranks, "--config", "cfg.py", "--dry-run")
-    assert told.code == 0, told.output[-4000:]
-    planned, when = re.findall(r"^  peak +(\d+\.\d+) GiB in (\w+)", told.output, re.M)[0]
-    assert when == phase
-    done = train(tmp_path, ranks, "--config", "cfg.py")
-    assert done.code == 0, done.output[-4000:]
-    last = Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()[-1]
-    assert float(planned) == pytest.approx(json.loads(last)["memory/peak_rss_gib"], rel=0.15)
+    assert compare(tmp_path, ranks) == phase

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import groups_that_end, run_ranks
 from tiny_models import CHARS, save_qwen3, save_tokenizer
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.strict_nccl]
@@ -68,6 +68,15 @@ class Trainer:
 
 
 def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
+    """What `pushed_twice` finds for each case."""
+    results = []
+    for values in tuples:
+        with groups_that_end():
+            results.append(pushed_twice(Case(*values)))
+    return results
+
+
+def pushed_twice(case: Case) -> dict[str, Any]:
     """Changes the weights, pushes them and proves them, twice; planned and moved bytes."""
     from spmdrl.config import RolloutConfig, TrainConfig, WeightsConfig
     from spmdrl.distributed.collectives import level_group_count
@@ -81,65 +90,62 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     from spmdrl.weights.transfer import gathered
 
     engines: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
-    results = []
-    for case in (Case(*values) for values in tuples):
-        cpu = torch.device("cpu")
-        degrees = train_degrees(TrainConfig(fsdp=case.fsdp))
-        actor_ranks = Topology.build(cpu, case.actor, **degrees)
-        rollout_ranks = Topology.build(cpu, case.rollout, dp=-1, tp=case.tp)
-        actor = rollout = None
-        if actor_ranks.here:
-            actor = Trainer(case.model, actor_ranks)
-        settings: Any = {"dtype": case.dtype, "quantization": case.quantization}
-        config = RolloutConfig(kv_cache_mib=16, tensor_parallel=case.tp, **settings)
-        if rollout_ranks.here:
-            rollout = engines[case.engine](case.model, config, 64, rollout_ranks)
-        level_group_count()  # an engine makes groups on its own ranks
-        sync.slot_bytes = lambda bucket, device, case=case: case.slot
-        weights = sync.WeightSync(
-            actor,
-            actor_ranks,
-            rollout,
-            rollout_ranks,
-            case.dtype,
-            WeightsConfig(check=True),
-        )
-        for transfer in weights.transfers:
-            transfer.in_place = case.in_place
-        stats, planned, bound, kept = [], [], [], 0
-        for step in range(3):
-            if actor is not None:
-                change(actor, step)
-            if step == 1:
-                move(actor, rollout, MOVED if case.in_place else "")
-            with calls_of(plan, "make_transfer_plan") as plans, calls_of(Binder, "bind") as binds:
-                stats.append(weights.push())  # and checks them
-                kept += sum(len(t.buckets) + len(t.slots) for t in weights.transfers)
-                if actor is not None:
-                    for _ in gathered(actor.named_shards(), weights.dtype, 1 << 20, actor_ranks):
-                        pass
-            planned.append(len(plans))
-            in_push = {id(b) for transfer in weights.transfers for b in transfer.plan.buckets}
-            bound.append(sum(id(bucket) in in_push for bucket in binds))
+    cpu = torch.device("cpu")
+    degrees = train_degrees(TrainConfig(fsdp=case.fsdp))
+    actor_ranks = Topology.build(cpu, case.actor, **degrees)
+    rollout_ranks = Topology.build(cpu, case.rollout, dp=-1, tp=case.tp)
+    actor = rollout = None
+    if actor_ranks.here:
+        actor = Trainer(case.model, actor_ranks)
+    settings: Any = {"dtype": case.dtype, "quantization": case.quantization}
+    config = RolloutConfig(kv_cache_mib=16, tensor_parallel=case.tp, **settings)
+    if rollout_ranks.here:
+        rollout = engines[case.engine](case.model, config, 64, rollout_ranks)
+    level_group_count()  # an engine makes groups on its own ranks
+    sync.slot_bytes = lambda bucket, device, case=case: case.slot
+    weights = sync.WeightSync(
+        actor,
+        actor_ranks,
+        rollout,
+        rollout_ranks,
+        case.dtype,
+        WeightsConfig(check=True),
+    )
+    for transfer in weights.transfers:
+        transfer.in_place = case.in_place
+    stats, planned, bound, kept = [], [], [], 0
+    for step in range(3):
         if actor is not None:
-            change(actor, 3)
-        noticed = False
-        try:
-            weights.check()
-        except WeightMismatch:
-            noticed = True
-        results.append({
-            "planned": [s.planned_bytes for s in stats], "moved": [s.moved_bytes for s in stats],
-            "opaque": stats[0].opaque_bytes, "noticed": noticed, "plan": weights.describe(),
-            "costs": [transfer.plan.cost for transfer in weights.transfers],
-            "plans": planned, "bound": bound, "kept": kept,
-            "buckets": sum(len(transfer.plan.buckets) for transfer in weights.transfers),
-            "refused": refuses_infinity(weights) if case.quantization else "",
-        })  # fmt: skip
-        if rollout is not None:
-            rollout.shutdown()
-        torch.distributed.barrier()
-    return results
+            change(actor, step)
+        if step == 1:
+            move(actor, rollout, MOVED if case.in_place else "")
+        with calls_of(plan, "make_transfer_plan") as plans, calls_of(Binder, "bind") as binds:
+            stats.append(weights.push())  # and checks them
+            kept += sum(len(t.buckets) + len(t.slots) for t in weights.transfers)
+            if actor is not None:
+                for _ in gathered(actor.named_shards(), weights.dtype, 1 << 20, actor_ranks):
+                    pass
+        planned.append(len(plans))
+        in_push = {id(b) for transfer in weights.transfers for b in transfer.plan.buckets}
+        bound.append(sum(id(bucket) in in_push for bucket in binds))
+    if actor is not None:
+        change(actor, 3)
+    noticed = False
+    try:
+        weights.check()
+    except WeightMismatch:
+        noticed = True
+    found = {
+        "planned": [s.planned_bytes for s in stats], "moved": [s.moved_bytes for s in stats],
+        "opaque": stats[0].opaque_bytes, "noticed": noticed, "plan": weights.describe(),
+        "costs": [transfer.plan.cost for transfer in weights.transfers],
+        "plans": planned, "bound": bound, "kept": kept,
+        "buckets": sum(len(transfer.plan.buckets) for transfer in weights.transfers),
+        "refused": refuses_infinity(weights) if case.quantization else "",
+    }  # fmt: skip
+    if rollout is not None:
+        rollout.shutdown()
+    return found
 
 
 @contextmanager
@@ -245,7 +251,7 @@ def test_two_ranks(qwen3: Path, odd: str, moe: str) -> None:
         Case([1], [0], odd, slot=3000),
         Case([0, 1], [1], odd),
         Case([1], [0, 1], odd),
-        Case([0, 1], [0, 1], tied, engine="vllm", tp=2),
+        # tied and tp=2: test_four_ranks
         Case([0, 1], [0, 1], moe, engine="vllm", slot=5000, dtype="float32"),
         Case([0], [0, 1], moe, engine="vllm", tp=2),
         Case([0, 1], [1], moe),
