@@ -95,8 +95,8 @@ scan.gae(sums, ones, ones, ends, 1.0, sums[:1])
 scan.returns_to_go(sums, ones, ends, 1.0)
 scan.running_sum(sums, ones, ends)
 
-# the trial of packed sequences that each rank makes of its model: most tests have this one. It takes
-# a fifth of a second, and a process knows what it has tried.
+# the trial of packed sequences that each rank makes of its model: most tests have this model. It
+# takes a fifth of a second, and a process knows what it has tried.
 with tempfile.TemporaryDirectory() as folder:
     made = {"architectures": ["Qwen3ForCausalLM"], "dtype": "float32"}  # as of a saved model
     transformers.Qwen3Config(**QWEN3, **made).save_pretrained(folder)
