@@ -8,6 +8,7 @@ collection leaves out all that is imported here: a full one would cost a rank ha
 import gc
 import multiprocessing
 import sys
+import tempfile
 from importlib.util import find_spec
 
 gc.disable()
@@ -28,6 +29,7 @@ import pyarrow.compute
 import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.run
+import transformers
 import transformers.models.qwen3.modeling_qwen3
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from spmdrl_kernels import scan
@@ -39,6 +41,9 @@ import spmdrl.engines.fsdp.engine
 import spmdrl.engines.megatron.engine
 import spmdrl.rollout.hf.engine
 import spmdrl.training.rl
+from spmdrl.hub.hf_folder import load_hf_config
+from spmdrl.training.checks.packing import check_packing
+from tests.tiny_models import QWEN3
 
 if find_spec("vllm") is not None:  # it is not in SGLang's environment
     import vllm.engine.arg_utils
@@ -89,6 +94,13 @@ ones, sums, ends = torch.ones(2), torch.ones(2).double(), torch.tensor([0, 2])
 scan.gae(sums, ones, ones, ends, 1.0, sums[:1])
 scan.returns_to_go(sums, ones, ends, 1.0)
 scan.running_sum(sums, ones, ends)
+
+# the trial of packed sequences that each rank makes of its model: most tests have this model. It
+# takes a fifth of a second, and a process knows what it has tried.
+with tempfile.TemporaryDirectory() as folder:
+    made = {"architectures": ["Qwen3ForCausalLM"], "dtype": "float32"}  # as of a saved model
+    transformers.Qwen3Config(**QWEN3, **made).save_pretrained(folder)
+    check_packing(load_hf_config(folder))
 
 gc.collect()
 gc.freeze()

@@ -37,13 +37,14 @@ TINY = {  # of a config of Qwen3, with or without experts
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
     "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
+QWEN3 = TINY | {"intermediate_size": 128}
 
 
 def save_qwen3(folder: str | Path, seed: int = 0, **overrides: object) -> Path:
     """A two-layer Qwen3 with random float32 weights and its tokenizer; about 100k parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**TINY | {"intermediate_size": 128} | overrides)
+    config = Qwen3Config(**QWEN3 | overrides)
     return save_random(Qwen3ForCausalLM, config, folder, seed)
 
 

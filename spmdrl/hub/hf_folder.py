@@ -117,8 +117,11 @@ def has_tower(model: str) -> bool:
 
 
 def config_text(hf: PreTrainedConfig) -> str:
-    """Returns all of a config as text: the key of what is worked out once for each config."""
-    return json.dumps([hf.model_type, hf.to_dict()], sort_keys=True, default=str)
+    """Returns all of a config but the folder it was read from, as text: the key of what is worked
+    out once for each config, such as that of a model and of the reference beside it.
+    """
+    values = {name: value for name, value in hf.to_dict().items() if name != "_name_or_path"}
+    return json.dumps([hf.model_type, values], sort_keys=True, default=str)
 
 
 def layer_types_of(text: Any) -> list[str]:

@@ -180,6 +180,12 @@ def test_a_trial_leaves_the_random_numbers_of_the_process_alone() -> None:
     assert torch.equal(torch.rand(3), want) and 0 < trial.logprobs < 1e-5
 
 
+def test_a_model_and_its_like_in_another_folder_are_tried_once() -> None:
+    config, other = config_of(BY_KIND["qwen3"]), config_of(BY_KIND["qwen3"])
+    config._name_or_path, other._name_or_path = "policy", "critic"
+    assert check_packing(config) is check_packing(other)
+
+
 @pytest.mark.parametrize("kind", ["xlstm", "zamba2", "codegen"])
 def test_what_cannot_be_tried_is_refused_if_it_may_carry_a_state(kind: str) -> None:
     with pytest.raises(CannotShrink, match="tiny copy"):

@@ -1,15 +1,13 @@
 """Configs of models of hundreds of billions of parameters: `--dry-run` says that they fit."""
 
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import train
 from safetensors.torch import save_file
 from test_memory_plan import SHAPES
 from tiny_models import save_tokenizer
@@ -50,15 +48,12 @@ def folder(tmp_path_factory):
 
 
 def dry_run(folder: Path, program: str, config: Path, ranks: int, model: str, *args: str) -> str:
-    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", program, "--config", str(config), "--dry-run", "--ranks", str(ranks),
-         "--gpu_gib", "80", "--model", str(folder / model), *args],
-        cwd=folder, env=os.environ | paths, capture_output=True, text=True, timeout=120,
-        check=False,
+    done = train(
+        folder, 1, "--config", str(config), "--dry-run", "--ranks", str(ranks), "--gpu_gib", "80",
+        "--model", str(folder / model), *args, program=program,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    assert done.code == 0, done.output[-3000:]
+    return done.output
 
 
 # the largest layers of a stage, of each rank's 16 experts or 16, and the stage's row of the table

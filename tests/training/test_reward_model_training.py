@@ -81,6 +81,24 @@ def test_a_run_ends_with_its_accuracy_in_words_and_as_a_picture(folder, alone):
     assert imread(folder / "alone/accuracy.png").shape[:2] == (540, 960)
 
 
+@pytest.fixture(scope="module")
+def sharded(folder):
+    """On two."""
+    return learn(folder, 2, "sharded")
+
+
+def same_as(alone: list[dict], rows: list[dict], folder: Path, out: str) -> None:
+    """Metrics, weights and their average are those of one rank."""
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    for row, want in zip(rows, alone, strict=True):
+        assert row == pytest.approx(want, rel=1e-5, abs=1e-6)
+    for part in ("", "ema"):
+        found, right = (weights_of(folder / name / part) for name in (out, "out_alone"))
+        assert found.keys() == right.keys()
+        for name, weight in right.items():
+            torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
@@ -88,29 +106,23 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "args",
     [
-        (1, "--actor.micro_batch_tokens", "8"),  # a pair each
-        (2,),
-        (2, "--actor.fsdp", "1", "--actor.micro_batch_tokens", "1000"),
-        (2, "--actor.ulysses", "2"),
+        (2, "--actor.fsdp", "1", "--actor.micro_batch_tokens", "8"),  # a pair each
+        (2, "--actor.ulysses", "2", "--actor.micro_batch_tokens", "1000"),
         pytest.param(
             (2, *MEGATRON, "--actor.tensor_parallel", "2", "--actor.sequence_parallel", "True"),
             marks=pytest.mark.megatron,
         ),
         pytest.param((4, *MEGATRON, "--actor.pipeline_parallel", "2"), marks=pytest.mark.megatron),
     ],
-    ids=["small", "sharded", "replicated", "shared", "megatron tensor", "megatron pipeline"],
+    ids=["replicated", "tokens shared", "megatron tensor", "megatron pipeline"],
 )
 def test_ranks_and_micro_batches_change_nothing(folder, alone, args):
     ranks, *options = args
-    rows = learn(folder, ranks, "other", *options)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    for row, want in zip(rows, alone, strict=True):
-        assert row == pytest.approx(want, rel=1e-5, abs=1e-6)
-    for part in ("", "ema"):
-        found, right = (weights_of(folder / out / part) for out in ("out_other", "out_alone"))
-        assert found.keys() == right.keys()
-        for name, weight in right.items():
-            torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
+    same_as(alone, learn(folder, ranks, "other", *options), folder, "out_other")
+
+
+def test_two_ranks_have_the_numbers_of_one(folder, alone, sharded):
+    same_as(alone, sharded, folder, "out_sharded")
 
 
 @torch.no_grad()
@@ -161,12 +173,11 @@ def test_a_checkpoint_exports_to_the_result_and_training_goes_on_from_it(folder,
         assert rows[0][f"eval/{name}"] == pytest.approx(last, rel=1e-5, abs=1e-6)
 
 
-def test_resumed_is_bit_for_bit_the_run_left_alone(folder):
-    whole = learn(folder, 2, "whole")
+def test_resumed_is_bit_for_bit_the_run_left_alone(folder, sharded):
     learn(folder, 2, "parted", "--steps", "2")
     rows = learn(folder, 2, "parted", "--resume", "auto")
-    assert rows[3:] == whole[3:] and rows[:2] == whole[:2]
-    parted, left_alone = (folder / f"out_{n}/model.safetensors" for n in ("parted", "whole"))
+    assert rows[3:] == sharded[3:] and rows[:2] == sharded[:2]
+    parted, left_alone = (folder / f"out_{n}/model.safetensors" for n in ("parted", "sharded"))
     assert parted.read_bytes() == left_alone.read_bytes()
 
 

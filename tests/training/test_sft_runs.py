@@ -175,8 +175,10 @@ def test_losses_are_those_of_one_rank_and_of_transformers(chats):
     assert ["eval/loss" in row for row in one] == [True, False, True, True]
     assert one[0]["eval/loss"] == pytest.approx(reference_loss(chats, "held_out.jsonl"), rel=1e-5)
     assert one[3]["eval/loss"] < one[0]["eval/loss"]
-    for ranks, *args in ((2,), (3,), (2, "--actor.ulysses", "2"), (2, "--actor.fsdp", "1")):
+    for ranks, *args in ((2,), (3, "--actor.fsdp", "1"), (2, "--actor.ulysses", "2")):
         sft(chats, ranks, *args)
+        if not args:
+            reports_time_and_memory(chats)
         for row, want in zip(metrics_of(chats / "run"), one, strict=True):
             assert row == pytest.approx(want, rel=2e-5)
     for row in one:
@@ -184,8 +186,8 @@ def test_losses_are_those_of_one_rank_and_of_transformers(chats):
             assert row["eval/perplexity"] == pytest.approx(math.exp(row["eval/loss"]))
 
 
-def test_ranks_report_their_time_and_memory_and_the_timeline_draws_it(chats):
-    sft(chats, 2)
+def reports_time_and_memory(chats):
+    """Of two ranks; the timeline draws it."""
     rows = [json.loads(line) for line in Path(chats, "run/metrics.jsonl").open()]
     for row in rows[1:]:
         assert {"time/data_s", "time_max/update_s", "idle/share", "memory/rss_gib"} <= set(row)

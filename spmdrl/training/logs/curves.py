@@ -68,7 +68,10 @@ def draw_curve(rows: Sequence[Row], curve: Curve, title: str, path: Path) -> boo
     training, held_out = points(rows, curve.training), points(rows, curve.held_out)
     if not training and not held_out:
         return False
-    curve_figure(training, held_out, curve, title).savefig(path, dpi=120)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    # Figure.savefig would draw it twice
+    FigureCanvasAgg(curve_figure(training, held_out, curve, title)).print_png(path)
     return True
 
 
@@ -77,7 +80,7 @@ def curve_figure(training: Points, held_out: Points, curve: Curve, title: str) -
     from matplotlib.figure import Figure  # without pyplot: no display is asked for
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     if training:
         draw_training(axes, training)
