@@ -268,12 +268,17 @@ def full_tensors(
         plan = plan_of_full_tensor(me, weight, ranks, dtype.itemsize, num_bytes)
         full = [torch.empty(weight.shape, dtype=dtype, device=device)] if plan.peers else []
         # its own parts alone: a run looks at all that it is given, of every weight
-        own = {name: held[name] for name in (weight.name,) if name in held}
-        Transfer(
-            plan, lambda own=own: own, lambda full=full: full, dtype, device, topology.group
-        ).run()  # type: ignore[misc]
+        own = {weight.name: held[weight.name]} if weight.name in held else {}
+        fill_one(plan, own, full, dtype, topology)
         if full:
             yield weight.name, full[0]
+
+
+def fill_one(
+    plan: TransferPlan, own: Held, full: list[Tensor], dtype: torch.dtype, topology: Topology
+) -> None:
+    """Makes one tensor whole, in the tensor of `full`, of this rank's parts and those of others."""
+    Transfer(plan, lambda: own, lambda: full, dtype, topology.device, topology.group).run()
 
 
 def gathered(

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 
@@ -45,7 +44,7 @@ class RoleState:
 
         mcore_fixes.install(adam=not parallel_state.model_parallel_is_initialized())
         state = cls(topology.group, compat.blank_parallel_globals())
-        with state.active(), few_groups_of_one():
+        with state.active():
             parallel_state.initialize_model_parallel(
                 distributed_timeout_minutes=timeout_of(topology.group) // timedelta(minutes=1),
                 **sizes,
@@ -73,27 +72,3 @@ class RoleState:
                 yield
         finally:
             compat.set_parallel_globals(before)
-
-
-@contextmanager
-def few_groups_of_one() -> Iterator[None]:
-    """Meanwhile megatron-core makes one group of a rank alone for each backend.
-
-    It asks for ten on one rank, and for most of them in any small layout. Nothing travels over any
-    of them, but each has its store, and of gloo a thread that wakes up a hundred times a second.
-    """
-    from megatron.core import parallel_state
-
-    make = parallel_state.create_group
-    made: dict[tuple[int, str | None], Any] = {}
-
-    def create(ranks: list[int], *, backend: str | None = None, **kwargs: Any) -> Any:
-        if len(ranks) > 1:
-            return make(ranks, backend=backend, **kwargs)
-        key = ranks[0], backend
-        if key not in made:
-            made[key] = make(ranks, backend=backend, **kwargs)
-        return made[key]
-
-    with mock.patch.object(parallel_state, "create_group", create):
-        yield

@@ -441,32 +441,25 @@ def test_a_checkpoint_loads_in_any_layout_and_exports(models, tmp_path):
 
 
 def decayed_on(topology, model):
-    """All weights after two updates with a decay that shows, by engine; how many groups each has
-    made."""
-    import torch.distributed.distributed_c10d as c10d
-
+    """All weights after two updates with a decay that shows, by engine."""
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines.build import build_engine
 
-    found, made = {}, {}
+    found = {}
     for name in ("fsdp", "megatron"):
-        before = len(c10d._world.pg_map)
         optim = OptimConfig(lr=1e-2, weight_decay=0.5)
         config = TrainConfig(engine=name, dtype="float32", micro_batch_tokens=64, optim=optim)
         ranks = Topology.build(topology.device, **train_degrees(config))
         engine = build_engine("policy", model, config, ranks)
-        made[name] = len(c10d._world.pg_map) - before
         for _ in range(2):
             engine.update(whole_batch(), policy_objective(AlgoConfig()), 1.0)
         found[name] = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
-    return found, made
+    return found
 
 
 def test_norms_are_spared_weight_decay_as_with_fsdp(qwen3):
-    ((found, made),) = run_ranks(1, decayed_on, str(qwen3))
-    # of megatron-core's groups of one rank there is one for each backend
-    assert made["megatron"] <= made["fsdp"] + 2, made
+    (found,) = run_ranks(1, decayed_on, str(qwen3))
     for name, want in found["fsdp"].items():
         # a decayed norm would be off by lr * decay = 5e-3 per update
         torch.testing.assert_close(found["megatron"][name], want, rtol=0, atol=1e-3, msg=name)
