@@ -592,6 +592,18 @@ def geo_mean_loss(
     return on_sequences(trs, loss)
 
 
+def sequence_product_loss(
+    new: LossRows, trs: list[Trajectory], adv: Rows, clip_low: float, clip_high: float
+) -> LossRows:
+    """PPO's pair with S_i = prod_t r_t and A_i = mean_t A_t (2402.14740)."""
+
+    def loss(i: int) -> Tensor:
+        a = mean(adv[i][t] for t in policy_tokens(trs[i]))
+        return clipped_pair(torch.exp(total(log_ratios(new, trs, i))), a, clip_low, clip_high)
+
+    return on_sequences(trs, loss)
+
+
 def dppo_loss(
     new: LossRows,
     trs: list[Trajectory],

@@ -172,6 +172,21 @@ def geo_mean(
     return loss, {"clip_fraction": (pessimistic != log_ratio).float()}
 
 
+def sequence_product(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    clip_low: BelowOne = 0.2, clip_high: Positive = 0.2,
+) -> Loss:  # fmt: skip
+    """max(-A S, -A clip(S, 1 - low, 1 + high)), S = prod_t r of a sequence, which is one action; A
+    the mean of its tokens' advantages.
+
+    Source: Back to Basics (RLOO), arXiv 2402.14740, section 3.1; so does TRL's RLOOTrainer.
+    """
+    mask = trained_mask(mb)
+    total = segment_sum((logprobs - old_logprobs) * mask, mb.seq_lens)
+    ratio = bounded_exp(segment_expand(total, mb.seq_lens))
+    return clipped_surrogate(ratio, sequence_mean(advantages_of(mb), mb), clip_low, clip_high)
+
+
 def dppo_tv(
     logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
     clip_low: Positive = 0.2, clip_high: Positive = 0.2, ratio_cap: Positive = 20.0,
@@ -386,6 +401,9 @@ POLICY_LOSSES = {
     "clip_cov": PolicyLoss(clip_cov, selects="drawn"),
     "kl_cov": PolicyLoss(kl_cov, selects="highest"),
     "geo_mean": PolicyLoss(geo_mean, aggregation="seq_mean_token_mean", of_sequences=True),
+    "sequence_product": PolicyLoss(
+        sequence_product, aggregation="seq_mean_token_mean", of_sequences=True
+    ),
     "dppo_tv": PolicyLoss(dppo_tv),
     "dppo_kl": PolicyLoss(dppo_kl),
     "dro": PolicyLoss(dro),

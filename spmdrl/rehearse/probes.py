@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rewards.runner import RewardRunner, runs_programs
 from spmdrl.training.dry_run import ASKED, last_line
 from spmdrl.types import Prompt, Sample
 
@@ -36,6 +36,7 @@ class Probes:
     tried: int = 0
     seconds: float = 0.0  # of one call, on average, by one worker
     skipped: str = ""  # why nothing was tried
+    reads_truth: bool = True  # whether the reward asks for ground_truth
 
     @property
     def best(self) -> str:
@@ -50,10 +51,15 @@ class Probes:
 def probe(rewards: RewardRunner, prompts: Sequence[Prompt], workers: int) -> Probes:
     """Scores each ground truth in all forms, that of the next prompt, and an empty answer."""
     prompts = [prompt for prompt in prompts if prompt.ground_truth is not None][:MOST_PROMPTS]
-    asks = {name for p in prompts for name in rewards.reward_of(p.data_source).arguments}
+    found = [rewards.reward_of(prompt.data_source) for prompt in prompts]
+    asks = {name for reward in found for name in reward.arguments}
     asked = [ASKED[name] for name in ASKED if name in asks]
     if not prompts or asked:
         return Probes(skipped=f"it asks {asked[0]}" if asked else "no row has a ground truth")
+    if any(runs_programs(reward.function) for reward in found):
+        return Probes(skipped="its ground truths are tests of programs, and no answers")
+    if any(isinstance(prompt.ground_truth, Mapping) for prompt in prompts):
+        return Probes(skipped="its ground truths are records, and no answers")
     samples: dict[tuple[str, str], list[Sample]] = {("empty", ""): []}
     for number, prompt in enumerate(prompts):
         other = prompts[(number + 1) % len(prompts)]
@@ -68,15 +74,16 @@ def probe(rewards: RewardRunner, prompts: Sequence[Prompt], workers: int) -> Pro
     every = [*chain(*samples.values())]
     begun = time.monotonic()
     rewards.score(every)
-    found = Probes(tried=len(every), seconds=(time.monotonic() - begun) * workers / len(every))
+    spent = (time.monotonic() - begun) * workers / len(every)
+    probes = Probes(tried=len(every), seconds=spent, reads_truth="ground_truth" in asks)
     for (kind, name), group in samples.items():
         given = [sample.reward for sample in group if sample.reward is not None]
-        found.failed += [last_line(sample.invalid) for sample in group if sample.invalid]
+        probes.failed += [last_line(sample.invalid) for sample in group if sample.invalid]
         if kind == "empty":
-            found.empty = given
+            probes.empty = given
         elif given:
-            getattr(found, kind)[name] = given
-    return found
+            getattr(probes, kind)[name] = given
+    return probes
 
 
 def as_text(truth: Any) -> str:

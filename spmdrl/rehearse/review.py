@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from spmdrl.config import PpoConfig, TrainConfig
+from spmdrl.data.chat import TEMPLATE_ERRORS
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.distributed.placement import training_roles
 from spmdrl.hub.model_files import eos_token_ids
@@ -58,13 +59,14 @@ def review(reviewed: Reviewed) -> list[str]:
 def deaf_rewards(seen: Reviewed) -> Iterator[str]:
     """A reward that does not tell right from wrong."""
     probes, given = seen.probes, seen.probes.all
-    if probes.skipped or not probes.right:
+    if probes.skipped or not probes.right or not probes.reads_truth:
         return
     if len(set(given)) == 1 and len(given) > 2:
         yield (
             f"the reward is {given[0]:g} for every one of {len(given)} answers that were tried: "
             "ground truths in several forms, those of other prompts, and nothing at all. There is "
-            "nothing to learn from: what does the reward read of the answer?"
+            "nothing to learn from: what does the reward read of the answer, and is ground_truth "
+            "one?"
         )
         return
     best = probes.best
@@ -129,6 +131,8 @@ def lost_rows(seen: Reviewed) -> Iterator[str]:
             f"{data.max_prompt_tokens} and left out: raise it, or the run learns from the short "
             "ones alone"
         )
+    if seen.probes.skipped or not seen.probes.reads_truth:
+        return
     truths = [str(prompt.ground_truth or "") for prompt in seen.prompts(train)]
     limit = seen.config.rollout.max_tokens
     # a token has hardly less than one character: what is short as text is not tokenized
@@ -143,10 +147,10 @@ def lost_rows(seen: Reviewed) -> Iterator[str]:
 
 def repeated_rows(seen: Reviewed) -> Iterator[str]:
     """Held-out prompts that are trained on, and prompts with two answers."""
-    rows = seen.prompts(seen.train)
+    rows = [prompt for prompt in seen.prompts(seen.train) if not prompt.images]
     texts = {prompt.text for prompt in rows}
     if seen.held_out is not None:
-        held_out = seen.prompts(seen.held_out)
+        held_out = [prompt for prompt in seen.prompts(seen.held_out) if not prompt.images]
         both = sum(prompt.text in texts for prompt in held_out)
         if both:
             yield (
@@ -155,8 +159,7 @@ def repeated_rows(seen: Reviewed) -> Iterator[str]:
             )
     truths: dict[str, set[str]] = {}
     for prompt in rows:
-        if not prompt.images:
-            truths.setdefault(prompt.text, set()).add(str(prompt.ground_truth))
+        truths.setdefault(prompt.text, set()).add(str(prompt.ground_truth))
     split = [text for text, found in truths.items() if len(found) > 1]
     if split:
         yield (
@@ -234,7 +237,7 @@ def rendered(seen: Reviewed, messages: list[dict[str, str]]) -> str | None:
         return None
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **data.chat_template_kwargs)
-    except (ValueError, TypeError, LookupError):  # it wants a system message, or other content
+    except TEMPLATE_ERRORS:  # it wants a system message, or other content
         return None
 
 

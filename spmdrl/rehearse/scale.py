@@ -192,6 +192,7 @@ def scale_batch(scaled: Scaled) -> None:
         half = value_at(scaled.config, "rollout.max_tokens") // 2
         scaled.lower("algo.overlong_buffer", half, "half of an answer")
     scaled.lower("data.prompts_per_step", PROMPTS, "small")
+    scaled.set("rewards.max_invalid_fraction", 1.0, "random answers may have no reward")
     if data.eval is not None:
         most = min(data.max_eval_prompts or EVAL_PROMPTS, EVAL_PROMPTS)
         scaled.set("data.max_eval_prompts", most, "small")

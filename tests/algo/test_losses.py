@@ -40,6 +40,8 @@ LOSSES = {
     "kl_cov": ({"cov_kl_coef": 0.7}, lambda new, trs, adv: reference.kl_cov_loss(
         new, trs, adv, 0.7, every_third(trs))),
     "geo_mean": (NARROW, lambda new, trs, adv: reference.geo_mean_loss(new, trs, adv, 0.1, 0.15)),
+    "sequence_product": (NARROW, lambda new, trs, adv: reference.sequence_product_loss(
+        new, trs, adv, 0.1, 0.15)),
     "dppo_tv": ({"clip_low": 0.01, "clip_high": 0.02, "ratio_cap": 1.3},
                 lambda new, trs, adv: reference.dppo_tv_loss(new, trs, adv, 0.01, 0.02, 1.3)),
     "dppo_kl": ({"clip_low": 0.001, "clip_high": 0.002, "ratio_cap": 1.3},
@@ -47,7 +49,7 @@ LOSSES = {
     "dro": ({"beta": 0.7}, lambda new, trs, adv: reference.dro_loss(new, trs, adv, 0.7)),
     "sppo": ({"beta": 0.4}, lambda new, trs, adv: reference.sppo_loss(new, trs, adv, 0.4)),
 }  # fmt: skip
-PER_SEQUENCE = ("geo_mean", "sppo")  # take one advantage for a whole sequence
+PER_SEQUENCE = ("geo_mean", "sequence_product", "sppo")  # take one advantage for a whole sequence
 
 
 def every_third(trs):
@@ -115,7 +117,7 @@ def selected_tensor(trs, batch):
 
 
 def test_clipping_and_masking_happened_in_the_cases_above():
-    for name in ("ppo", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl"):
+    for name in ("ppo", "gspo", "cispo", "clip_cov", "geo_mean", "sequence_product", "dppo_tv"):
         trs, batch, new = case_of(0, name in PER_SEQUENCE)
         batch.selected_mask = selected_tensor(trs, batch)
         algo = AlgoConfig(policy_loss=name, loss_args=LOSSES[name][0])
@@ -382,7 +384,7 @@ def test_bypass_weighs_reinforce_by_the_policy_at_hand(level):
     torch.testing.assert_close(loss, want, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gspo", "geo_mean", "sppo"])
+@pytest.mark.parametrize("name", ["gspo", "geo_mean", "sequence_product", "sppo"])
 @pytest.mark.parametrize("bypass", [True, False])
 def test_rejected_tokens_have_no_part_in_a_sequence(name, bypass):
     """As if they were masked: neither in the mean over the sequence nor in the gradient."""

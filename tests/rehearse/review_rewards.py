@@ -5,12 +5,16 @@ def good(response, ground_truth):
     return float(response.strip() == ground_truth)
 
 
-def constant(response):
+def constant(response, ground_truth):
     return 0.0
 
 
 def upside_down(response, ground_truth):
     return float(response.strip() != ground_truth)
+
+
+def formatted(response):
+    return float(response.startswith("<answer>"))
 
 
 def boxed(response, ground_truth):

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from review_rewards import boxed, constant, fragile, good, percent, upside_down
+from review_rewards import boxed, constant, formatted, fragile, good, percent, upside_down
 from tiny_models import CHARS, save_qwen3
 
 from spmdrl.config import (
@@ -98,6 +98,7 @@ def said(config, topology, tmp_path):
 
 def test_of_a_sound_config_nothing_is_said(said):
     assert said() == []
+    assert said(reward=formatted) == []  # it asks for no ground truth, and tells nothing by it
 
 
 # Each of these is legal, and was somebody's lost day: docs/rehearse.md has where.

@@ -62,8 +62,9 @@ def config_of(advantage="grpo", policy_loss="ppo", **options):
         loss_args["cov_fraction"] = 0.1
     if policy_loss == "clip_cov":
         loss_args |= {"cov_low": 0.01, "cov_high": 0.5}
-    if policy_loss in ("ppo", "gspo", "cispo", "clip_cov", "geo_mean"):
-        wide = 3 if policy_loss == "gspo" else 1  # else every sequence would be clipped
+    if policy_loss in ("ppo", "gspo", "cispo", "clip_cov", "geo_mean", "sequence_product"):
+        # else every sequence would be clipped
+        wide = {"gspo": 3, "sequence_product": 10}.get(policy_loss, 1)
         loss_args |= {"clip_low": 0.02 * wide, "clip_high": 0.03 * wide}
     if policy_loss in ("dppo_tv", "dppo_kl"):
         loss_args |= {"clip_low": 1e-3, "clip_high": 1e-3}
@@ -316,8 +317,9 @@ def test_a_step_does_not_depend_on_how_it_is_split(steps, name):
 
 
 def test_every_estimator_and_every_loss_is_held_to_it():
-    """Of 16 x 14: sppo goes with win_rate alone, geo_mean with one advantage per sequence."""
+    """Of 16 x 15: sppo goes with win_rate alone, geo_mean and sequence_product with one advantage
+    per sequence."""
     per_sequence, per_token = 8, 7
-    assert len(pairs()) == per_sequence * 13 + per_token * 12 + 1
+    assert len(pairs()) == per_sequence * 14 + per_token * 12 + 1
     words = {word for name in COVERING for word in name.split()}
     assert words == {*ESTIMATORS, *POLICY_LOSSES} - ALIASES
