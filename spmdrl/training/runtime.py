@@ -89,7 +89,7 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     phases = Phases(topology, watchdog, PROGRESS.phase)
     PROGRESS.now("preparing the run")
     stopping.failed = lambda: watchdog.heard
-    stopping.on_quit = partial(quit_step, phases, watchdog)
+    by_itself, stopping.on_quit = stopping.on_quit, partial(quit_step, phases, watchdog)
     GUARD.report_failure = partial(end_early, phases, watchdog)
     runtime = Runtime(topology, phases, run_dir, stopping, arguments=tuple(sys.argv[1:]))
     try:
@@ -113,6 +113,7 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     watchdog.close()
     dist.barrier(group=topology.control)  # the store's host leaves last
     GUARD.all_done()
+    stopping.on_quit = by_itself  # a program that goes on is alone
     dist.destroy_process_group()
     PROGRESS.stop()
     if runtime.stopped:
