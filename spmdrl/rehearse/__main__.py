@@ -104,24 +104,12 @@ def rehearse(
     from spmdrl.rehearse.runs import run_program
     from spmdrl.rehearse.scale import STEPS
 
-    given = [part for key, value in overrides.items() for part in (f"--{key}", repr(value))]
-    scaled = {change.field for change in prepared.scaled.changes}
-    given = [
-        part for name, value in zip(given[::2], given[1::2], strict=True)
-        if name[2:] not in scaled for part in (name, value)
-    ]  # fmt: skip
-    flags = [*given, *prepared.scaled.flags()]
-    run = [run_program(f"{STEPS} steps and a checkpoint", config, flags, prepared.ranks, folder, 1)]
+    options, ranks = overrides | prepared.scaled.options(), prepared.ranks
+    run = [run_program(f"{STEPS} steps and a checkpoint", config, options, ranks, folder, 1)]
     if run[0].is_done:
-        on = [*without(flags, "--steps", "--resume"), "--steps", str(STEPS + 1), "--resume", "auto"]
-        run.append(run_program("a resume, one step more", config, on, prepared.ranks, folder, 2))
+        options |= {"steps": STEPS + 1, "resume": "auto"}
+        run.append(run_program("a resume, one step more", config, options, ranks, folder, 2))
     return run
-
-
-def without(flags: list[str], *names: str) -> list[str]:
-    """Returns options, each a name and a value, without some."""
-    pairs = zip(flags[::2], flags[1::2], strict=True)
-    return [part for pair in pairs if pair[0] not in names for part in pair]
 
 
 def tell(

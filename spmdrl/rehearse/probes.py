@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from spmdrl.rewards.runner import RewardRunner, runs_programs
-from spmdrl.training.dry_run import ASKED, last_line
+from spmdrl.training.dry_run import ASKED, answered, last_line
 from spmdrl.types import Prompt, Sample
 
 MOST_PROMPTS = 16
@@ -63,13 +63,13 @@ def probe(rewards: RewardRunner, prompts: Sequence[Prompt], workers: int) -> Pro
     samples: dict[tuple[str, str], list[Sample]] = {("empty", ""): []}
     for number, prompt in enumerate(prompts):
         other = prompts[(number + 1) % len(prompts)]
-        samples["empty", ""].append(answer(prompt, ""))
+        samples["empty", ""].append(answered(prompt, ""))
         for name, form, _ in FORMS:
             own = samples.setdefault(("right", name), [])
-            own.append(answer(prompt, form.format(as_text(prompt.ground_truth))))
+            own.append(answered(prompt, form.format(as_text(prompt.ground_truth))))
             if str(other.ground_truth) != str(prompt.ground_truth):
                 samples.setdefault(("wrong", name), []).append(
-                    answer(prompt, form.format(as_text(other.ground_truth)))
+                    answered(prompt, form.format(as_text(other.ground_truth)))
                 )
     every = [*chain(*samples.values())]
     begun = time.monotonic()
@@ -88,10 +88,3 @@ def probe(rewards: RewardRunner, prompts: Sequence[Prompt], workers: int) -> Pro
 
 def as_text(truth: Any) -> str:
     return str(truth[0] if isinstance(truth, list | tuple) and truth else truth)
-
-
-def answer(prompt: Prompt, text: str) -> Sample:
-    """Returns a sample of the prompt with this answer, as if the policy had said it."""
-    sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=text)
-    sample.messages = [{"role": "assistant", "content": text}]
-    return sample

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,10 @@ class Outcome:
 
 
 def run_program(
-    what: str, config: str, flags: list[str], ranks: int, folder: Path, number: int
+    what: str, config: str, options: Mapping[str, Any], ranks: int, folder: Path, number: int
 ) -> Outcome:
-    """Runs spmdrl.ppo with these options to its end. number: of the run, from 1."""
+    """Runs spmdrl.ppo with these fields of the config to its end. number: of the run, from 1."""
+    flags = [part for key, value in options.items() for part in (f"--{key}", repr(value))]
     launched = ["-m", "spmdrl.launch", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launched, "-m", "spmdrl.ppo", "--config", config, *flags]
     log, begun = folder / f"run_{number}.log", time.monotonic()

@@ -23,7 +23,7 @@ TOKENS = 64  # of an answer; TURN_TOKENS of a sample with several turns
 TURN_TOKENS = 256
 KV_CACHE_MIB = 64
 HOSTED = {  # settings of trackers' packages, by which nothing leaves this machine
-    "WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "MLFLOW_TRACKING_URI": "",
+    "WANDB_MODE": "offline", "SWANLAB_MODE": "offline",
 }  # fmt: skip
 
 
@@ -58,11 +58,9 @@ class Scaled:
         if value_at(self.config, key) > most:
             self.set(key, most, reason)
 
-    def flags(self) -> list[str]:
-        """Returns the changes as options of a program."""
-        return [
-            part for change in self.changes for part in (f"--{change.field}", repr(change.value))
-        ]
+    def options(self) -> dict[str, Any]:
+        """Returns the changed fields with their values."""
+        return {change.field: change.value for change in self.changes}
 
 
 def value_at(config: Any, key: str) -> Any:

@@ -17,18 +17,9 @@ from spmdrl.hub.tiny_config import FAILURES, tiny_config
 SCORER = "reward_model.model"
 # What a folder has of a model's weights, and what is written anew.
 WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".msgpack",
-    ".h5",
-    ".onnx",
-    ".index.json",
-)
+    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json",
+)  # fmt: skip
 MOST_BYTES = 256 << 20  # of a file that is copied; a tokenizer has some 20 MiB
-CONTEXT = "max_position_embeddings"
 
 
 def write_tiny_models(config: PpoConfig, folder: Path) -> dict[str, str]:

@@ -158,7 +158,11 @@ def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -
 
 def answered_rightly(prompt: Prompt) -> Sample:
     """Returns a sample of the prompt whose answer is the ground truth."""
-    answer = str(prompt.ground_truth)
+    return answered(prompt, str(prompt.ground_truth))
+
+
+def answered(prompt: Prompt, answer: str) -> Sample:
+    """Returns a sample of the prompt with this answer, as if the policy had said it."""
     sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=answer)
     sample.messages = [{"role": "assistant", "content": answer}]
     return sample

@@ -117,7 +117,16 @@ def selected_tensor(trs, batch):
 
 
 def test_clipping_and_masking_happened_in_the_cases_above():
-    for name in ("ppo", "gspo", "cispo", "clip_cov", "geo_mean", "sequence_product", "dppo_tv"):
+    for name in (
+        "ppo",
+        "gspo",
+        "cispo",
+        "clip_cov",
+        "geo_mean",
+        "sequence_product",
+        "dppo_tv",
+        "dppo_kl",
+    ):
         trs, batch, new = case_of(0, name in PER_SEQUENCE)
         batch.selected_mask = selected_tensor(trs, batch)
         algo = AlgoConfig(policy_loss=name, loss_args=LOSSES[name][0])

@@ -20,6 +20,8 @@ from spmdrl.config import (
 )
 from spmdrl.distributed.phases import Phases
 from spmdrl.rehearse.prepare import prepare
+from spmdrl.rehearse.probes import Probes
+from spmdrl.rehearse.review import Reviewed, failing_rewards
 from spmdrl.training.runtime import Runtime
 
 ROWS = [{"prompt": f"{i}+{i % 7}=", "answer": str(i + i % 7)} for i in range(40)]
@@ -84,14 +86,14 @@ def config(tmp_path, model):
 def said(config, topology, tmp_path):
     """Returns a function that says what looks wrong of the config with some groups changed."""
 
-    def review_of(**changes):
+    def review_of(gpu_gib=80.0, **changes):
         runtime = Runtime(topology, Phases(topology), tmp_path)
         groups = {
             name: replace(getattr(config, name), **value) if isinstance(value, dict) else value
             for name, value in changes.items()
         }
         changed = replace(config, **groups)
-        return prepare(changed, runtime, tmp_path / "out", 2, 0, 80.0).wrong
+        return prepare(changed, runtime, tmp_path / "out", 2, 0, gpu_gib).wrong
 
     return review_of
 
@@ -162,3 +164,16 @@ def test_mistakes_in_the_chat_template_are_named(said, folder, tmp_path):
 def test_what_the_real_run_would_refuse_is_refused(said):
     with pytest.raises(ConfigError, match="does not divide into"):
         said(algo={"mini_batches": 3})
+
+
+def test_a_run_that_its_gpus_cannot_hold_is_told(said):
+    (found,) = said(gpu_gib=1.0)
+    assert_says(found, "GiB")
+
+
+def test_a_reward_that_holds_up_the_step_is_named(config):
+    probes = Probes(right={"bare": [1.0]}, tried=1, seconds=2.0)
+    slow = replace(config, data=replace(config.data, prompts_per_step=512))
+    (found,) = failing_rewards(Reviewed(slow, 8, None, None, None, probes))
+    assert_says(found, "takes 2 s a sample: 2048 samples on 8 ranks x rewards.workers=1 are 512 s")
+    assert [*failing_rewards(Reviewed(config, 8, None, None, None, probes))] == []

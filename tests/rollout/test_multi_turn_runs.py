@@ -224,8 +224,7 @@ def test_a_model_learns_to_call_a_tool(tmp_path):
     rows = metrics_of(tmp_path / "tools")
     assert rows[0]["eval/tools/calls"] < 0.6
     assert rows[-1]["eval/tools/calls"] > 0.9
-    # of 512 answers: a mean of 0.15 is known to 0.016
-    assert rows[-1]["eval/reward"] > 1.2 * rows[0]["eval/reward"]
+    assert rows[-1]["eval/reward"] > 1.5 * rows[0]["eval/reward"]
     assert rows[-1]["tools/failed"] < 0.1
     for row in rows[1:]:
         assert row["actor/logprob_diff_max"] < 1e-3

@@ -263,18 +263,19 @@ def test_what_does_not_go_with_images_is_refused(folder, qwen3, args, error):
 
 
 def test_a_model_learns_the_names_of_colours(tmp_path):
-    """The examples, from random weights: of images in prompts, whose first steps are run, and of
-    images that the environment shows, without which nothing says which colour it is."""
+    """The examples, from random weights: of images in prompts, and of images that the environment
+    shows, without which nothing says which colour it is."""
     script = ROOT / "examples/colours/make_assets.py"
     subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, timeout=120)
     config = str(ROOT / "configs/qwen2_5_vl_tiny_colours_cpu.py")
     done = train(
-        tmp_path, 2, "--config", config, "--steps", "2", "--eval_every", "2", "--run_dir", "run"
+        tmp_path, 2, "--config", config, "--steps", "45", "--eval_every", "45", "--run_dir", "run"
     )
     assert done.code == 0, done.output[-6000:]
     rows = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").open()]
-    assert all(row.get("actor/logprob_diff_max", 0) < 1e-5 for row in rows)
-    assert all(row["actor/grad_norm"] > 0 for row in rows[1:]) and "eval/reward" in rows[2]
+    right = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
+    assert right[0] < 0.2, right
+    assert right[45] > 0.4, right
 
     config = str(ROOT / "configs/qwen2_5_vl_tiny_look_cpu.py")
     done = train(

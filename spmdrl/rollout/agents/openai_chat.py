@@ -226,10 +226,8 @@ def text_answer(request: TextRequest, answers: Answers) -> dict[str, Any]:
 def text_events(request: TextRequest, answers: Answers) -> Events:
     """Writes the events of a streamed answer: a choice is sent once it is whole."""
     for i, choice in enumerate(answers.choices):
-        yield (
-            "",
-            text_head(answers) | {"choices": [text_choice(request, i, choice, answers.echoed)]},
-        )
+        whole = text_choice(request, i, choice, answers.echoed)
+        yield "", text_head(answers) | {"choices": [whole]}
     if request.stream_usage:
         yield "", text_head(answers) | {"choices": [], "usage": usage_of(answers)}
 

@@ -90,8 +90,10 @@ class Session:
             texts = self.token_texts(completion) if request.logprobs else []
             finish = "length" if completion.finish_reason == "length" else "stop"
             choices.append(Choice(message, finish, completion, texts))
-        asked = said if isinstance(said, str) else tokenizer.decode(ids)
-        return Answers(self.model, ids, choices, id, asked if request.echo else "")
+        echoed = ""
+        if request.echo:
+            echoed = said if isinstance(said, str) else tokenizer.decode(ids)
+        return Answers(self.model, ids, choices, id, echoed)
 
     async def count(self, request: ChatRequest) -> int:
         """Returns the number of tokens of a prompt. Raises ApiError."""
