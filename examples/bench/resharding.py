@@ -56,10 +56,12 @@ class Trainer:
 
     def __init__(self, topology: Any, shapes: list[tuple[int, int]]) -> None:
         from torch.distributed.tensor import DTensor, Shard
+        from transformers import LlamaConfig
 
         from spmdrl.weights.shards import shards_of
 
         rank, world = topology.rank, topology.world
+        self.pretrained = [LlamaConfig()]  # by which a push knows the layers that it leaves out
         self.named: dict[str, Any] = {}
         for i, (rows, columns) in enumerate(shapes):
             part = len(torch.empty(rows).chunk(world)[rank])
@@ -75,6 +77,8 @@ class Trainer:
 
 class Engine:
     """Bfloat16 matrices: even ones cut by rows over tensor-parallel ranks, odd ones by columns."""
+
+    has_weights = True  # so that a push sends all at once, as in every step but the first
 
     def __init__(self, topology: Any, shapes: list[tuple[int, int]]) -> None:
         from spmdrl.weights.engine_layout import Layout, ParamView

@@ -16,6 +16,7 @@ from torch import Tensor
 from spmdrl_kernels.switch import dtype_to_store
 
 LARGEST = 32768  # elements of a row, which one program holds
+TILE = 4096  # elements of short rows that a program has at a time
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -41,8 +42,9 @@ class _RmsNorm(torch.autograd.Function):
         out = torch.empty_like(rows, dtype=dtype_to_store(x))
         scale = rows.new_empty(len(rows), dtype=torch.float32)
         if rows.numel():
-            _forward_kernel[(len(rows),)](
-                rows, weight, out, scale, size, eps, offset, **_block(size)
+            tile = _tile(size)
+            _forward_kernel[(triton.cdiv(len(rows), tile["ROWS"]),)](
+                rows, weight, out, scale, len(rows), size, eps, offset, **tile
             )
         ctx.save_for_backward(rows, weight, scale)
         ctx.offset = offset
@@ -55,13 +57,13 @@ class _RmsNorm(torch.autograd.Function):
         num_rows, size = rows.shape
         grad = grads[0].reshape(-1, size).contiguous()
         to_x = torch.empty_like(rows, dtype=dtype_to_store(rows))
-        programs = min(num_rows, _programs(rows))
+        tile = _tile(size)
+        programs = min(triton.cdiv(num_rows, tile["ROWS"]), _programs(rows))
         to_weight = rows.new_empty(programs, size, dtype=torch.float32)
         if rows.numel():
             _backward_kernel[(programs,)](
-                rows, weight, scale, grad, to_x, to_weight, num_rows, size, ctx.offset,
-                **_block(size),
-            )  # fmt: skip
+                rows, weight, scale, grad, to_x, to_weight, num_rows, size, ctx.offset, **tile
+            )
         to_x = to_x.view(grads[0].shape).to(rows.dtype)
         return to_x, to_weight.sum(0).to(weight.dtype), None, None
 
@@ -73,41 +75,53 @@ def _programs(rows: Tensor) -> int:
     return 4 * torch.cuda.get_device_properties(rows.device).multi_processor_count
 
 
-def _block(size: int) -> dict[str, int]:
+def _tile(size: int) -> dict[str, int]:
+    """A program takes so many rows at a time that each thread has some 16 elements of them: short
+    rows, those of one head, would keep a warp waiting for memory.
+    """
     block = triton.next_power_of_2(size)
-    return {"SIZE": block, "num_warps": min(16, max(1, block // 512))}
+    rows = max(1, TILE // block)
+    return {"SIZE": block, "ROWS": rows, "num_warps": min(16, max(1, rows * block // 512))}
 
 
 @triton.jit
-def _forward_kernel(x, weight, out, scales, size, eps, offset, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    x, weight, out, scales, num_rows, size, eps, offset, SIZE: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, SIZE)
-    inside = cols < size
-    values = tl.load(x + row * size + cols, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32) + offset
-    scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / size + eps)
-    tl.store(scales + row, scale)
-    tl.store(out + row * size + cols, (values * scale * w).to(out.dtype.element_ty), mask=inside)
+    at = rows[:, None] * size + cols[None, :]
+    inside = (rows < num_rows)[:, None] & (cols < size)[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + cols, mask=cols < size, other=0.0).to(tl.float32) + offset
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, 1) / size + eps)
+    tl.store(scales + rows, scale, mask=rows < num_rows)
+    normed = values * scale[:, None] * w[None, :]
+    tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    x, weight, scales, grad, to_x, to_weight, num_rows, size, offset, SIZE: tl.constexpr
-):
-    """Rows program, program + programs, ...; to_weight: (programs, size) float32."""
+    x, weight, scales, grad, to_x, to_weight, num_rows, size, offset,
+    SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Tiles program, program + programs, ...; to_weight: (programs, size) float32."""
     program = tl.program_id(0)
     cols = tl.arange(0, SIZE)
-    inside = cols < size
-    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32) + offset
-    total = tl.zeros((SIZE,), tl.float32)
-    wide = tl.full((), 1, tl.int64)
-    for row in range(program, num_rows, tl.num_programs(0)):
-        at = wide * row * size + cols
+    w = tl.load(weight + cols, mask=cols < size, other=0.0).to(tl.float32) + offset
+    total = tl.zeros((ROWS, SIZE), tl.float32)
+    wide = tl.full((), ROWS, tl.int64)
+    for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        rows = wide * tile + tl.arange(0, ROWS)
+        at = rows[:, None] * size + cols[None, :]
+        inside = (rows < num_rows)[:, None] & (cols < size)[None, :]
         g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(scales + row)
+        scale = tl.load(scales + rows, mask=rows < num_rows, other=0.0)[:, None]
         normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
         total += g * normed
-        mean = tl.sum(g * w * normed, 0) / size
-        found = scale * (g * w - normed * mean)
+        gw = g * w[None, :]
+        mean = tl.sum(gw * normed, 1) / size
+        found = scale * (gw - normed * mean[:, None])
         tl.store(to_x + at, found.to(to_x.dtype.element_ty), mask=inside)
-    tl.store(to_weight + program.to(tl.int64) * size + cols, total, mask=inside)
+    sums = tl.sum(total, 0)
+    tl.store(to_weight + program.to(tl.int64) * size + cols, sums, mask=cols < size)

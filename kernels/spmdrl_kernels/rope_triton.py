@@ -25,13 +25,14 @@ def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: (tokens, heads, head_size), any strides; cos, sin: (tokens, head_size / 2), no gradient.
+    """x: (tokens, heads, head_size), any strides; cos, sin: (tokens, head_size / 2), which may
+    be parts of wider rows; no gradient.
 
     Returns a tensor like x, contiguous.
     """
     if cos.shape != (x.shape[0], x.shape[2] // 2) or cos.shape != sin.shape or x.shape[2] % 2:
         raise ValueError(f"x is {x.shape}, cos is {cos.shape}, sin is {sin.shape}")
-    return _Rope.apply(x, cos.contiguous(), sin.contiguous())
+    return _Rope.apply(x, *(t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin)))
 
 
 class _Rope(torch.autograd.Function):
@@ -52,8 +53,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype_to_store(x), device=x.device)
     if x.numel():
         _kernel[(tokens,)](
-            x, cos, sin, out, *x.stride()[:2], heads, size // 2, BACKWARD=backward,
-            HEADS=min(8, triton.next_power_of_2(heads)), HALF=triton.next_power_of_2(size // 2),
+            x, cos, sin, out, *x.stride()[:2], cos.stride(0), sin.stride(0), heads, size // 2,
+            BACKWARD=backward, HEADS=min(8, triton.next_power_of_2(heads)),
+            HALF=triton.next_power_of_2(size // 2),
         )  # fmt: skip
     return out.to(x.dtype)
 
@@ -66,6 +68,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     out,
     token_stride,
     head_stride,
+    cos_stride,
+    sin_stride,
     num_heads,
     half,
     BACKWARD: tl.constexpr,
@@ -76,8 +80,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, HALF)
     inside = cols < half
-    c = tl.load(cos + token * half + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + token * half + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    c = tl.load(cos + token * cos_stride + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * sin_stride + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     if BACKWARD:
         s = -s
     for first in range(0, num_heads, HEADS):

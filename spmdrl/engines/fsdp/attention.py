@@ -153,18 +153,25 @@ def varlen_inputs(
     """(1, heads, tokens, d) each -> (tokens, heads, d) of the queries, (keys, kv_heads, d) of the
     others, as varlen kernels take them. These align a sequence's last query with its last key.
     """
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    q, k, v = (tokens_first(t) for t in (query, key, value))
     row = packing.varlen
     if row.copies is not None:
         k, v = (CopyRows.apply(t, row.copies) for t in (k, v))
     return q.contiguous(), k.contiguous(), v.contiguous(), row
 
 
+def tokens_first(t: Tensor) -> Tensor:
+    """(1, heads, tokens, d) -> (tokens, heads, d), a view whose gradient is a view too: that of
+    t[0] would be filled with zeros and copied into.
+    """
+    return t.squeeze(0).transpose(0, 1)
+
+
 def _padded(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None,
     sliding_window: int | None, softcap: float | None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # (tokens, heads, head_dim)
+    q, k, v = (tokens_first(t) for t in (query, key, value))
     outs = []
     for group in packing.groups:
         rows = group if group.keys is None else group.keys.rows

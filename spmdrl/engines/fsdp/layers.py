@@ -199,8 +199,9 @@ def fast_rotary(
         return own(q, k, cos, sin, *args, **kwargs)
     from spmdrl_kernels.rope_triton import rope
 
-    c, s = (t[0, :, : q.shape[3] // 2] for t in (cos, sin))
-    return tuple(rope(x[0].transpose(0, 1), c, s).transpose(0, 1)[None] for x in (q, k))
+    # squeeze and not [0], whose backward pass fills a tensor of zeros and copies into it
+    c, s = (t.squeeze(0)[:, : q.shape[3] // 2] for t in (cos, sin))
+    return tuple(rope(x.squeeze(0).transpose(0, 1), c, s).transpose(0, 1)[None] for x in (q, k))
 
 
 def draws(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -147,7 +147,7 @@ def backbone_hidden(
     out = backbone(hf)(
         input_ids=token_ids[None], attention_mask=None, use_cache=False, packing=packing, **seen
     )  # fmt: skip
-    return out.last_hidden_state[0]
+    return out.last_hidden_state.squeeze(0)
 
 
 def backbone(hf: Any) -> nn.Module:
