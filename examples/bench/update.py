@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "65536 tokens": {"micro_batch_tokens": 65536},
     "compiled, 65536 tokens": {"compile": True, "micro_batch_tokens": 65536},
     "checkpointing": {"activation_checkpointing": True},
+    "checkpointing, 65536 tokens": {"activation_checkpointing": True, "micro_batch_tokens": 65536},
     "checkpointing, compiled": {"activation_checkpointing": True, "compile": True},
     "selective": {"activation_checkpointing": "selective"},
     "liger": {"kernels": "liger"},
