@@ -172,9 +172,9 @@ class FsdpEngine:
         if topology.experts is not None:
             split_experts(self.module, topology.experts["ep"], config.compile)
         hidden = hidden_matrices(self.module, blocks, self.parts, prefix="hf.")
-        # layers keep what was gathered from their forward pass to their backward pass
-        self.keeps_gathered = not (config.reshard_after_forward or frozen)
         self.gathers_once = gathers_once(config, topology.copies["fsdp"].size())
+        # layers keep what was gathered from their forward pass to their backward pass
+        self.keeps_gathered = not (config.reshard_after_forward or frozen or self.gathers_once)
         shard(
             self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy,
             not self.keeps_gathered, divide_experts=config.optim.name == "adamw",
@@ -238,7 +238,8 @@ class FsdpEngine:
         found: list[tuple[MicroBatch, Tensor]] = []  # on the device until all is computed
         with (
             adapters_off(self.module) if self.without_adapters else nullcontext(),
-            self._gathering(),
+            layers_resharded(self.module) if self.keeps_gathered else nullcontext(),
+            all_gathered(self.module) if self.gathers_once else nullcontext(),
         ):
             for mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
                 inputs = self._inputs(mb)
@@ -250,14 +251,6 @@ class FsdpEngine:
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()  # the root keeps its full weights for a backward pass that never is
         return result
-
-    def _gathering(self, backward: bool = False) -> AbstractContextManager[None]:
-        """Around all micro-batches. backward: they have a backward pass."""
-        if self.gathers_once:
-            return all_gathered(self.module)
-        if self.keeps_gathered and not backward:
-            return layers_resharded(self.module)
-        return nullcontext()
 
     # ---- training
 
@@ -272,7 +265,7 @@ class FsdpEngine:
         if count == 0:
             return {}
         parts = self._micro_batches(batch)
-        with self._gathering(backward=True):
+        with all_gathered(self.module) if self.gathers_once else nullcontext():
             sums = self._gradients(parts, loss_fn, temperature, images)
         grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
         totals = reduce_metrics(counted_once(sums, self.team), group)
