@@ -57,7 +57,9 @@ from spmdrl.engines.fsdp.sharded_loading import (
     scatter_weights,
 )
 from spmdrl.engines.fsdp.sharding import (
+    all_gathered,
     clip_gradients,
+    gathers_once,
     layers_resharded,
     set_replica_sync,
     shard,
@@ -170,8 +172,9 @@ class FsdpEngine:
         if topology.experts is not None:
             split_experts(self.module, topology.experts["ep"], config.compile)
         hidden = hidden_matrices(self.module, blocks, self.parts, prefix="hf.")
+        self.gathers_once = gathers_once(config, topology.copies["fsdp"].size())
         # layers keep what was gathered from their forward pass to their backward pass
-        self.keeps_gathered = not (config.reshard_after_forward or frozen)
+        self.keeps_gathered = not (config.reshard_after_forward or frozen or self.gathers_once)
         shard(
             self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy,
             not self.keeps_gathered, divide_experts=config.optim.name == "adamw",
@@ -236,6 +239,7 @@ class FsdpEngine:
         with (
             adapters_off(self.module) if self.without_adapters else nullcontext(),
             layers_resharded(self.module) if self.keeps_gathered else nullcontext(),
+            all_gathered(self.module) if self.gathers_once else nullcontext(),
         ):
             for mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
                 inputs = self._inputs(mb)
@@ -260,23 +264,9 @@ class FsdpEngine:
         count = float(num_tokens)
         if count == 0:
             return {}
-        sums: dict[str, Tensor] = {}
         parts = self._micro_batches(batch)
-        for i, mb in enumerate(PROGRESS.each(parts, "micro-batches")):
-            set_replica_sync(self.module, last=i == len(parts) - 1)
-            inputs = self._inputs(mb)
-            with self._replaying(inputs):
-                with self.offloaded:
-                    if isinstance(self.module, TokenPolicy):
-                        found = self._policy(inputs, images, temperature, teacher=True)
-                        logprobs, entropy, _ = found
-                        inputs = inputs._replace(batch=with_students(inputs.batch, found))
-                    else:
-                        logprobs = self._value(inputs, images)
-                        entropy = torch.zeros_like(logprobs)
-                loss, metrics = loss_fn(logprobs, entropy, inputs.batch)
-                loss.backward()
-            add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
+        with all_gathered(self.module) if self.gathers_once else nullcontext():
+            sums = self._gradients(parts, loss_fn, temperature, images)
         grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
         totals = reduce_metrics(counted_once(sums, self.team), group)
         lr = learning_rate(self.config.optim, self.num_updates)
@@ -296,6 +286,29 @@ class FsdpEngine:
         for name, total in totals.items():
             result[name] = total if name.endswith("_max") else total / count
         return result
+
+    def _gradients(
+        self, parts: list[MicroBatch], loss_fn: LossFn, temperature: float,
+        images: BatchImages | None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Adds up the gradients of all micro-batches. Returns the sums of their metrics."""
+        sums: dict[str, Tensor] = {}
+        for i, mb in enumerate(PROGRESS.each(parts, "micro-batches")):
+            set_replica_sync(self.module, i == len(parts) - 1, self.gathers_once)
+            inputs = self._inputs(mb)
+            with self._replaying(inputs):
+                with self.offloaded:
+                    if isinstance(self.module, TokenPolicy):
+                        found = self._policy(inputs, images, temperature, teacher=True)
+                        logprobs, entropy, _ = found
+                        inputs = inputs._replace(batch=with_students(inputs.batch, found))
+                    else:
+                        logprobs = self._value(inputs, images)
+                        entropy = torch.zeros_like(logprobs)
+                loss, metrics = loss_fn(logprobs, entropy, inputs.batch)
+                loss.backward()
+            add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
+        return sums
 
     def _policy(
         self, inputs: ModelInputs, images: BatchImages | None, temperature: float,

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from spmdrl.config import TrainConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.experts import expert_modules
 from spmdrl.weights.shards import local
@@ -52,10 +53,9 @@ def shard(
     for unit in [*layers, *untied_embedding(module.hf)]:
         fully_shard(unit, **settings, reshard_after_forward=reshard_after_forward)
     fully_shard(module, **settings)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
-            part.set_force_sum_reduction_for_comms(True)
+    for part in units_of(module):
+        part.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
+        part.set_force_sum_reduction_for_comms(True)
 
 
 def shard_experts(
@@ -78,14 +78,41 @@ def shard_experts(
             )
 
 
+def gathers_once(config: TrainConfig, sharers: int) -> bool:
+    """Says whether all weights are gathered once for the micro-batches of an update, or of a pass
+    without gradient, and kept until its end. sharers: ranks that share a copy of the weights.
+
+    With one of them a gather is a cast and a copy of what is there anyway, and launching these for
+    each layer and micro-batch takes longer than they do. Adapters' frozen base would be there
+    twice, in the dtype of compute, and what offload_policy keeps on the CPU would be on the device.
+    """
+    return sharers == 1 and config.lora is None and not config.offload_policy
+
+
+def units_of(module: nn.Module) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+@contextmanager
+def all_gathered(module: nn.Module) -> Iterator[None]:
+    """Meanwhile all units have their whole weights, which they keep after their forward pass."""
+    units = units_of(module)
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+
+
 @contextmanager
 def layers_resharded(module: nn.Module) -> Iterator[None]:
     """Meanwhile layers that keep their gathered weights for a backward pass give them back after
     their forward pass.
     """
-    units = [
-        unit for unit in module.modules() if isinstance(unit, FSDPModule) and unit is not module
-    ]
+    units = [unit for unit in units_of(module) if unit is not module]
     for unit in units:
         unit.set_reshard_after_forward(True, recurse=False)
     try:
@@ -102,10 +129,18 @@ def untied_embedding(hf: Any) -> list[nn.Module]:
     return [] if tied else [embedding]
 
 
-def set_replica_sync(module: nn.Module, last: bool) -> None:
-    """Shards' gradients are reduced in every micro-batch, replicas' once, in the last."""
+def set_replica_sync(module: nn.Module, last: bool, once: bool) -> None:
+    """Shards' gradients are reduced in every micro-batch, replicas' once, in the last.
+
+    once: weights were gathered for all micro-batches (gathers_once). The last gives them back, and
+    until then each gradient is added to its sum, in float32, where it was computed.
+    """
     assert isinstance(module, FSDPModule)
-    module.set_requires_all_reduce(last)
+    if once:
+        module.set_reshard_after_backward(last)
+        module.set_requires_gradient_sync(last)
+    else:
+        module.set_requires_all_reduce(last)
 
 
 def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) -> Tensor:
@@ -116,12 +151,13 @@ def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) ->
     torch's function takes parameters of one mesh, and experts have their own; and DTensor would
     look for a sharding of each operation on each shape, for seconds in a process's first update.
     """
+    held = [local(p).detach() for p in params if p.grad is not None]
     shards = [local(p.grad) for p in params if p.grad is not None]
     own = get_total_norm(shards)
     square = own.square().to(topology.device)
     dist.all_reduce(square, group=topology.copies.get_group("fsdp"))
     norm = square.sqrt()
-    factor = (most / (norm + 1e-6)).clamp(max=1.0).to(own.device)  # shards may be on the CPU
-    for shard in shards:
-        shard.mul_(factor)
+    for weight, gradient in zip(held, shards, strict=True):
+        weight.grad = gradient
+    clip_grads_with_norm_(held, most, norm)  # a few kernels for all; shards may be on the CPU
     return norm

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from spmdrl.config import TrainConfig, checkpointing_of
+from spmdrl.engines.fsdp.sharding import gathers_once
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.layout import moe_layers, settings_of
 from spmdrl.engines.stored_dtype import DTYPES
@@ -27,7 +28,7 @@ class PassMemory:
     """Bytes of one pass over the fullest micro-batch; 0 where the engine has no such part."""
 
     activations: float  # kept for the backward pass, and one layer's at work
-    root: float  # gathered while the pass runs: embedding and head, and the head's gradient
+    root: float  # gathered while the pass runs: embedding and head, or all; the head's gradient
     head: float  # the LM head's workspace: logits are never there as a whole
     units: float  # layers that FSDP has gathered, with their gradients until these are reduced
     end: float  # the root and its gradients while these are reduced; activations are gone then
@@ -55,19 +56,23 @@ def fsdp_pass(
     learns = trained and role.lora is None
     # the head; an embedding of its own is a unit that is given back
     root: float = shape.matrix * width
-    if trained and not role.reshard_after_forward:  # all layers beside it, until they are passed
+    once = gathers_once(role, sharers)  # the whole model, through all micro-batches
+    if once or (trained and not role.reshard_after_forward):  # layers, until they are passed
         elsewhere = shape.experts * (1 - 1 / role.expert_parallel)  # experts of other ranks
         root += (shape.count - shape.matrix - elsewhere) * width
     end = 0.0
     if learns:  # gradients in the dtype of compute, and in float32 to be reduced
         both = shape.matrices * shape.matrix
         end = both * width + both * (width + 4 * (1 if sharers > 1 else 2))
+        if once:  # an earlier micro-batch ends with all weights and these gradients
+            end = max(end, root + both * width)
         root += shape.matrix * width  # the head's, which comes first and stays
     return PassMemory(
         activations=activation_bytes(role, shape.hf, tokens, trained, on_gpu),
         root=root,
         head=head_bytes(shape, tokens, trained, on_gpu),
-        units=layer_bytes(role, shape, width, learns, sharers),
+        units=layer_bytes(role, shape, width, learns, sharers)
+        - (shape.layer * width if once else 0),
         end=end,
     )
 

@@ -1,0 +1,155 @@
+"""One shard: weights are gathered once for all micro-batches, and no number depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_calls
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_batches import CONFIG, engine_on, whole_batch
+
+from spmdrl.config import AlgoConfig, LoraConfig, TrainConfig
+
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+MANY = replace(CONFIG, micro_batch_tokens=30)
+OFFLOADED = replace(MANY, offload_policy=True)
+ADAPTERS = replace(MANY, lora=LoraConfig(rank=4, alpha=8))
+
+
+class Gathers(TorchDispatchMode):
+    """Counts casts and copies of the shards of a module's weights."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.count = 0
+        self.shards = {storage(p.to_local()) for p in module.parameters()}  # type: ignore[operator]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        source = args[1 if func is torch.ops.aten.copy_.default else 0] if func in COPIES else None
+        self.count += source is not None and storage(source) in self.shards
+        return func(*args, **(kwargs or {}))
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def loss_of(kind: str) -> Callable[..., Any]:
+    from spmdrl.algo.objectives import policy_objective, value_objective
+
+    return (policy_objective if kind == "policy" else value_objective)(AlgoConfig())
+
+
+def is_sharded(engine: Any) -> bool:
+    return all(hasattr(p, "full_tensor") for p in engine.module.parameters())
+
+
+def gathers_of(topology: Any, model: str, config: TrainConfig) -> tuple[int, int, int, int]:
+    """Micro-batches and weights; gathers of weights in an update, and in a pass before it."""
+    engine, batch = engine_on(topology, "policy", model, config), whole_batch()
+    with Gathers(engine.module) as look:
+        engine.logprobs(batch, 1.0)
+    assert is_sharded(engine)
+    update = Gathers(engine.module)
+    engine.optimizer.step = lambda: None  # it reads the shards, too
+    with update:
+        engine.update(batch, loss_of("policy"), 1.0)
+    assert is_sharded(engine)
+    num_weights = len(list(engine.module.parameters()))
+    return len(engine._micro_batches(batch)), num_weights, update.count, look.count
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gathers_do_not_grow_with_the_micro_batches(
+    qwen3: Path, topology: Any, dtype: str
+) -> None:
+    for budget in (1000, 30):
+        config = replace(CONFIG, dtype=dtype, micro_batch_tokens=budget)
+        parts, weights, update, look = gathers_of(topology, str(qwen3), config)
+        assert parts == 1 if budget == 1000 else parts >= 5
+        assert update == look == weights
+
+
+@pytest.mark.parametrize("config", [OFFLOADED, ADAPTERS], ids=["offload_policy", "lora"])
+def test_each_micro_batch_gathers_what_would_be_held_twice(
+    qwen3: Path, topology: Any, config: TrainConfig
+) -> None:
+    config = replace(config, dtype="bfloat16")
+    parts, weights, update, look = gathers_of(topology, str(qwen3), config)
+    assert look >= parts * (weights - 3) and update >= 2 * look - parts * 3  # the root has three
+
+
+@contextmanager
+def as_with_several_shards() -> Any:
+    """Meanwhile engines gather each unit for each pass, as they do with several shards."""
+    from spmdrl.engines.fsdp import engine
+
+    rule = engine.gathers_once
+    engine.gathers_once = lambda *_: False
+    try:
+        yield
+    finally:
+        engine.gathers_once = rule
+
+
+def learnt_on(topology: Any, model: str, kind: str, config: TrainConfig) -> tuple[Any, Any, Any]:
+    """(log-probabilities or values after two updates, metrics, weights)"""
+    engine = engine_on(topology, kind, model, config)
+    batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
+    metrics = [engine.update(batch, loss_of(kind), 1.0) for _ in range(2)]
+    found = engine.logprobs(batch, 1.0).logprobs if kind == "policy" else engine.values(batch)
+    return found, metrics, {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
+
+
+CASES = {  # kind of engine, fields of its config
+    "float32": ("policy", {}),
+    "one micro-batch": ("policy", {"dtype": "bfloat16", "micro_batch_tokens": 1000}),
+    "checkpointing": ("policy", {"dtype": "bfloat16", "activation_checkpointing": True}),
+    "kept": ("value", {"dtype": "bfloat16", "reshard_after_forward": False}),
+}
+
+
+def both_on(topology: Any, model: str, kind: str, fields: dict[str, Any]) -> Any:
+    """What is learnt with one shard, with one that is treated as several are, and by several."""
+    config = replace(MANY, fsdp=1, **fields)
+    once = learnt_on(topology, model, kind, config)
+    with as_with_several_shards():
+        each = learnt_on(topology, model, kind, config)
+    return once, each, learnt_on(topology, model, kind, replace(config, fsdp=-1))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2])
+def test_updates_are_equal_in_every_bit_to_those_that_gather_each_time(
+    qwen3: Path, world: int
+) -> None:
+    calls = [(both_on, (str(qwen3), *case)) for case in CASES.values()]
+    for name, results in zip(CASES, run_calls(world, calls), strict=True):
+        for once, each, shards in results:
+            assert torch.equal(once[0], each[0]) and once[1] == each[1], name
+            assert all(torch.equal(once[2][part], each[2][part]) for part in each[2]), name
+            tolerance = 1e-6 if name == "float32" else 1e-3
+            for mine, others in zip(once[1], shards[1], strict=True):
+                assert mine["loss"] == pytest.approx(others["loss"], rel=tolerance, abs=1e-6)
+                assert mine["grad_norm"] == pytest.approx(others["grad_norm"], rel=tolerance)
+
+
+def test_a_loss_that_fails_leaves_shards(qwen3: Path, topology: Any) -> None:
+    engine = engine_on(topology, "policy", str(qwen3), replace(MANY, dtype="bfloat16"))
+    seen = []
+
+    def fails(logprobs: torch.Tensor, *_: Any) -> Any:
+        seen.append(is_sharded(engine))
+        if len(seen) == 2:
+            raise ValueError("a loss of the user's")
+        return logprobs.sum(), {}
+
+    with pytest.raises(ValueError, match="of the user's"):
+        engine.update(whole_batch(), fails, 1.0)
+    assert seen == [False, False] and is_sharded(engine)
