@@ -66,9 +66,7 @@ def gathers_of(topology: Any, model: str, config: TrainConfig) -> tuple[int, int
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gathers_do_not_grow_with_the_micro_batches(
-    qwen3: Path, topology: Any, dtype: str
-) -> None:
+def test_gathers_do_not_grow_with_the_micro_batches(qwen3: Path, topology: Any, dtype: str) -> None:
     for budget in (1000, 30):
         config = replace(CONFIG, dtype=dtype, micro_batch_tokens=budget)
         parts, weights, update, look = gathers_of(topology, str(qwen3), config)

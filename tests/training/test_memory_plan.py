@@ -35,6 +35,8 @@ from spmdrl.training.checks import memory_fit, rl
 from spmdrl.training.checks.engine_memory import cached_tokens, engine_memory
 from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import fullest, memory_plan, supervised_plan
+from spmdrl.training.checks.model_shape import shape_of
+from spmdrl.training.checks.pass_memory import fsdp_pass
 from spmdrl.training.checks.rl import require_sound
 
 BILLION_GIB = 1e9 / 2**30
@@ -374,6 +376,22 @@ def test_offload_policy_keeps_states_and_gradients_on_the_host(shapes):
     on_cpus = memory_plan(config, 8, gpu_gib=None)
     plain = memory_plan(grpo(shapes, "Qwen3-8B"), 8, gpu_gib=None)
     assert on_cpus.fullest.peak.total == pytest.approx(plain.fullest.peak.total)
+
+
+def test_one_shard_holds_all_weights_in_the_dtype_of_compute(shapes):
+    """But not a frozen base, nor what is kept on the host; and several shards hold the head."""
+    shape = shape_of(str(shapes / "Qwen3-8B"), "policy")
+
+    def weights(sharers: int, trained: bool = True, **fields) -> float:
+        found = fsdp_pass(TrainConfig(**fields), shape, 1024, trained, True, sharers)
+        gradient = 2 * shape.matrix if trained and "lora" not in fields else 0
+        return found.root - gradient
+
+    assert weights(1) == weights(1, trained=False) == weights(1, ema=0.9) == 2 * shape.count
+    assert weights(1, dtype="float32", trained=False) == 4 * shape.count
+    for plain in ({"lora": LoraConfig()}, {"offload_policy": True}):
+        assert weights(1, **plain) == 2 * shape.matrix
+    assert weights(2) == 2 * shape.matrix
 
 
 def test_roles_on_ranks_of_their_own_have_tables_of_their_own(shapes):
