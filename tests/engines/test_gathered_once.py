@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_batches import CONFIG, engine_on, whole_batch
 
 from spmdrl.config import AlgoConfig, LoraConfig, TrainConfig
+from spmdrl.weights.shards import local
 
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 MANY = replace(CONFIG, micro_batch_tokens=30)
@@ -28,7 +29,7 @@ class Gathers(TorchDispatchMode):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.count = 0
-        self.shards = {storage(p.to_local()) for p in module.parameters()}  # type: ignore[operator]
+        self.shards = {storage(local(p)) for p in module.parameters()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         source = args[1 if func is torch.ops.aten.copy_.default else 0] if func in COPIES else None
