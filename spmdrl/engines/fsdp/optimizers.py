@@ -122,14 +122,16 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in params]
+            shards = [local(p) for p in params]
             adamw(
-                [local(p) for p in params],
+                shards,
                 [local(p.grad) for p in params if p.grad is not None],
                 exp_avgs=[local(state["exp_avg"]) for state in states],
                 exp_avg_sqs=[local(state["exp_avg_sq"]) for state in states],
                 max_exp_avg_sqs=[],
                 state_steps=[state["step"] for state in states],
                 foreach=False,  # it would hold the weights' sizes once more
+                fused=any(shard.is_cuda for shard in shards),  # one kernel for many weights
                 amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
                 weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             )  # fmt: skip
@@ -140,7 +142,8 @@ def adamw_of(params: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer
     optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     for p in params:  # what the first step would make
         moments = {key: like_shard(torch.zeros_like(local(p)), p, p.shape) for key in MOMENTS}
-        optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
+        # where the weight is: the fused kernel of GPUs reads it
+        optimizer.state[p] = {"step": torch.zeros((), device=local(p).device), **moments}
     return optimizer
 
 
