@@ -48,6 +48,7 @@ CASES: dict[str, tuple[list[int], list[int], int, list[tuple[int, int]]]] = {
     "split 2 + 2": ([0, 1], [2, 3], 1, LARGE),
     "colocated, TP 2": ([0, 1], [0, 1], 2, LARGE),
     "split 2 + 2, TP 2": ([0, 1], [2, 3], 2, LARGE),
+    "tiny": ([0, 1], [0, 1], 2, [(8, 4)] * 4),  # says nothing of speed: a test that the rest runs
 }
 
 
