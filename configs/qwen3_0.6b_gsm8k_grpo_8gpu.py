@@ -46,7 +46,7 @@ config = PpoConfig(
         gpu_memory_utilization=0.5,
     ),
     actor=TrainConfig(
-        micro_batch_tokens=16384,
+        micro_batch_tokens=65536,  # of a small model: few launches, which the GPU would wait for
         activation_checkpointing=True,
         optim=OptimConfig(lr=2e-6, weight_decay=0.01, warmup_steps=10),
     ),
