@@ -32,8 +32,9 @@ from spmdrl.distributed.placement import place
 from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.training.build import weights_stay
 from spmdrl.training.checks import memory_fit, rl
+from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.engine_memory import cached_tokens, engine_memory
-from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner
+from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner, room_lines
 from spmdrl.training.checks.memory_plan import fullest, memory_plan, supervised_plan
 from spmdrl.training.checks.model_shape import shape_of
 from spmdrl.training.checks.pass_memory import fsdp_pass
@@ -97,7 +98,7 @@ def grpo(shapes, name: str, **changes) -> PpoConfig:
     return ppo_config(shapes / name, **settings)
 
 
-def planner(gpu_gib: float) -> Planner:
+def planner(gpu_gib: float | None) -> Planner:
     return rl_planner(None, gpu_gib)
 
 
@@ -204,7 +205,7 @@ def test_qwen3_30b_a3b_gathers_no_experts_of_other_ranks(shapes):
         assert plan.fullest.peak.total == pytest.approx(47.1, abs=0.1)
     on_eight = replace(config, actor=replace(config.actor, expert_parallel=8))
     check_memory(on_eight, 8, planner(80.0))
-    assert memory_plan(on_eight, 8, gpu_gib=80.0).fullest.peak.total == pytest.approx(72.8, abs=0.1)
+    assert memory_plan(on_eight, 8, gpu_gib=80.0).fullest.peak.total == pytest.approx(67.0, abs=0.1)
     # a layer has 128 experts of 3 x 2048 x 768; gathered with their gradients, 10 bytes of each
     layer = 128 * 3 * 2048 * 768 * 10 / 2**30
     assert temporary[1] - temporary[8] == pytest.approx(7 / 8 * layer, rel=1e-3)
@@ -471,3 +472,19 @@ def test_a_model_without_checkpointing_is_refused_with_what_to_do():
     use_checkpointing(hf, False)
     with pytest.raises(ConfigError, match="set activation_checkpointing=False"):
         use_checkpointing(hf, True)
+
+
+def test_the_dry_run_names_larger_micro_batches_where_there_is_room(shapes):
+    def room(name, world, gib=80.0, **actor):
+        config = grpo(shapes, name, actor=TrainConfig(**actor))
+        return room_lines(config, world, planner(gib))
+
+    (line,) = room("Qwen3-0.6B", 1)
+    assert line.startswith("  room     actor.micro_batch_tokens=65536: peak 4")
+    whole = room("Qwen3-0.6B", 1, activation_checkpointing=False)
+    assert "tokens=32768" in whole[0]  # twice as many do not fit
+    assert not room("Qwen3-0.6B", 1, None)  # a CPU
+    assert not room("Qwen3-0.6B", 1, micro_batch_tokens=65536)
+    assert not room("Qwen3-0.6B", 2, engine="megatron", pipeline_parallel=2)
+    text = describe(grpo(shapes, "Qwen3-0.6B"), 1, 100, gpu_gib=80.0)
+    assert line in text.splitlines()

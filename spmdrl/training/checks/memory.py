@@ -165,9 +165,8 @@ def fsdp_memory(
     if role.lora is not None:
         return adapters_memory(role, shape, sharers, passes)
     adam = optimizer_bytes(shape, role.optim.name) / sharers / GIB
-    # torch's foreach AdamW on GPUs has sqrt(v) of all weights at once; others one weight's
-    largest = 12 * shape.matrix / sharers / GIB
-    step = one if on_gpu and role.optim.name == "adamw" else min(largest, one)
+    largest = 12 * shape.matrix / sharers / GIB  # one weight's at a time; a fused step has none
+    step = 0.0 if on_gpu and role.optim.name == "adamw" else min(largest, one)
     average = one if role.ema else 0.0
     return Memory(shape.count, shape.count, one, one, adam, role, *passes, step, average)
 
