@@ -76,8 +76,8 @@ def _programs(rows: Tensor) -> int:
 
 
 def _tile(size: int) -> dict[str, int]:
-    """A program takes so many rows at a time that each thread has some 16 elements of them: short
-    rows, those of one head, would keep a warp waiting for memory.
+    """A program takes several short rows at a time, some 16 elements a thread: one row of a single
+    head would keep a warp waiting for memory.
     """
     block = triton.next_power_of_2(size)
     rows = max(1, TILE // block)

@@ -22,6 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -220,6 +221,23 @@ def copy_with(
     if children is not None:
         made._modules = {**module._modules, **children}
     return made
+
+
+def forget_pass(module: nn.Module) -> None:
+    """Brings an FSDP2 root back to where a pass can begin, after an exception within one: weights
+    are shards, and no gradients of earlier micro-batches are left. Clears
+    FSDPParam.unsharded_accumulated_grad and the gradient of FSDPParam._unsharded_param, which
+    reset_iter_state says to discard and does not in torch 2.13.
+    """
+    root: Any = module
+    root.reset_iter_state()
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for held in group.fsdp_params:
+                    held.unsharded_accumulated_grad = None
+                    if hasattr(held, "_unsharded_param"):  # from the first gather on
+                        held._unsharded_param.grad = None
 
 
 def adam_(**settings: Any) -> None:

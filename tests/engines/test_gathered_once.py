@@ -139,16 +139,35 @@ def test_updates_are_equal_in_every_bit_to_those_that_gather_each_time(
                 assert mine["grad_norm"] == pytest.approx(others["grad_norm"], rel=tolerance)
 
 
-def test_a_loss_that_fails_leaves_shards(qwen3: Path, topology: Any) -> None:
-    engine = engine_on(topology, "policy", str(qwen3), replace(MANY, dtype="bfloat16"))
-    seen = []
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("where", ["loss", "layer"])
+def test_an_update_that_fails_leaves_nothing_behind(
+    qwen3: Path, topology: Any, where: str, dtype: Any
+) -> None:
+    """In the second micro-batch, in the user's loss or within a layer's forward pass; the engine
+    then does what a new one does."""
+    failed, new = (
+        engine_on(topology, "policy", str(qwen3), replace(MANY, dtype=dtype)) for _ in range(2)
+    )
+    calls = []
 
-    def fails(logprobs: torch.Tensor, *_: Any) -> Any:
-        seen.append(is_sharded(engine))
-        if len(seen) == 2:
-            raise ValueError("a loss of the user's")
-        return logprobs.sum(), {}
+    def fail(*_: Any) -> None:
+        calls.append(is_sharded(failed))
+        if len(calls) == 2:
+            raise ValueError("a fault of the user's")
 
-    with pytest.raises(ValueError, match="of the user's"):
-        engine.update(whole_batch(), fails, 1.0)
-    assert seen == [False, False] and is_sharded(engine)
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, batch: Any) -> Any:
+        if where == "loss":
+            fail()
+        return loss_of("policy")(logprobs, entropy, batch)
+
+    layer = failed.module.hf.model.layers[1].mlp
+    hook = layer.register_forward_pre_hook(fail if where == "layer" else lambda *_: None)
+    with pytest.raises(ValueError, match="fault of the user's"):
+        failed.update(whole_batch(), loss, 1.0)
+    hook.remove()
+    assert calls == [False, False] and is_sharded(failed)
+    found = [each.update(whole_batch(), loss_of("policy"), 1.0) for each in (failed, new)]
+    assert found[0] == found[1]
+    for got, want in zip(failed.params, new.params, strict=True):
+        assert torch.equal(local(got), local(want))

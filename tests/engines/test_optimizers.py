@@ -439,3 +439,33 @@ def runs(models, tmp_path_factory):
         here = {key: call for key, call in calls.items() if key[0] == world}
         found |= zip(here, run_calls(world, here.values()), strict=True)
     return found
+
+
+def test_adamw_takes_what_the_fused_kernel_wants(qwen3, topology, monkeypatch):
+    """The kernel of GPUs wants weight, gradient and moments of one shape, stride and dtype, and the
+    number of steps where the weight is. This test runs on a CPU, where the step is not fused."""
+    from training_batches import CONFIG, engine_on, whole_batch
+
+    from spmdrl.algo.objectives import policy_objective
+    from spmdrl.config import AlgoConfig
+    from spmdrl.engines.fsdp import optimizers
+
+    calls = []
+
+    def adamw(params, grads, *, exp_avgs, exp_avg_sqs, state_steps, fused, **settings):
+        calls.append((params, grads, exp_avgs, exp_avg_sqs, state_steps, fused))
+
+    monkeypatch.setattr(optimizers, "adamw", adamw)
+    engine = engine_on(topology, "policy", str(qwen3), CONFIG)
+    engine.update(whole_batch(), policy_objective(AlgoConfig()), 1.0)
+    assert sum(len(call[0]) for call in calls) == len(engine.params) > 10
+    for *rows, steps, fused in calls:
+        assert fused is False
+        for weight, *others in zip(*rows, strict=True):
+            for other in others:
+                assert (other.shape, other.stride(), other.dtype) == (
+                    weight.shape, weight.stride(), weight.dtype,
+                )  # fmt: skip
+        assert all(
+            step.device == weight.device for step, weight in zip(steps, rows[0], strict=True)
+        )

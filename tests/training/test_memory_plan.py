@@ -34,6 +34,7 @@ from spmdrl.training.build import weights_stay
 from spmdrl.training.checks import memory_fit, rl
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.engine_memory import cached_tokens, engine_memory
+from spmdrl.training.checks.memory import memory_of
 from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner, room_lines
 from spmdrl.training.checks.memory_plan import fullest, memory_plan, supervised_plan
 from spmdrl.training.checks.model_shape import shape_of
@@ -483,8 +484,20 @@ def test_the_dry_run_names_larger_micro_batches_where_there_is_room(shapes):
     assert line.startswith("  room     actor.micro_batch_tokens=65536: peak 4")
     whole = room("Qwen3-0.6B", 1, activation_checkpointing=False)
     assert "tokens=32768" in whole[0]  # twice as many do not fit
+    assert not room("Qwen3-0.6B", 1, 54.0, activation_checkpointing=False)  # it would be too near
     assert not room("Qwen3-0.6B", 1, None)  # a CPU
     assert not room("Qwen3-0.6B", 1, micro_batch_tokens=65536)
     assert not room("Qwen3-0.6B", 2, engine="megatron", pipeline_parallel=2)
     text = describe(grpo(shapes, "Qwen3-0.6B"), 1, 100, gpu_gib=80.0)
     assert line in text.splitlines()
+
+
+def test_only_adamw_of_fsdp_on_a_gpu_steps_without_memory_of_its_own(shapes):
+    def step(on_gpu, **role):
+        model = str(shapes / "Qwen3-8B")
+        return memory_of("actor", TrainConfig(**role), model, 8, on_gpu=on_gpu).step
+
+    assert step(True) == step(True, lora=LoraConfig()) == 0
+    assert step(False) > 0 and step(False, lora=LoraConfig()) > 0
+    assert step(True, optim=OptimConfig(name="muon")) > 0
+    assert step(True, engine="megatron") > step(True, optim=OptimConfig(name="muon"))

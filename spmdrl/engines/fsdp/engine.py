@@ -265,6 +265,7 @@ class FsdpEngine:
         if count == 0:
             return {}
         parts = self._micro_batches(batch)
+        self.optimizer.zero_grad()  # of an update that an exception has ended
         with all_gathered(self.module) if self.gathers_once else nullcontext():
             sums = self._gradients(parts, loss_fn, temperature, images)
         grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)

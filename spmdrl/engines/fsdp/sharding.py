@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spmdrl.config import TrainConfig
 from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import forget_pass
 from spmdrl.engines.fsdp.experts import expert_modules
 from spmdrl.weights.shards import local
 
@@ -95,16 +96,22 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def all_gathered(module: nn.Module) -> Iterator[None]:
-    """Meanwhile all units have their whole weights, which they keep after their forward pass."""
-    units = units_of(module)
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-        unit.unshard()
+    """Meanwhile all units have their whole weights, which they keep after their forward pass. An
+    exception leaves shards, and no gradients that were not reduced yet.
+    """
+    units, whole = units_of(module), False
     try:
-        yield
-    finally:
         for unit in units:
-            unit.reshard()
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        yield
+        whole = True
+    finally:
+        if whole:
+            for unit in units:
+                unit.reshard()
+        else:  # a unit within its forward pass would keep its weights
+            forget_pass(module)
 
 
 @contextmanager

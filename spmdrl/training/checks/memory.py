@@ -163,7 +163,7 @@ def fsdp_memory(
     if not trained:
         return Memory(shape.count, 0, one, 0.0, 0.0, role, *passes)
     if role.lora is not None:
-        return adapters_memory(role, shape, sharers, passes)
+        return adapters_memory(role, shape, sharers, passes, on_gpu)
     adam = optimizer_bytes(shape, role.optim.name) / sharers / GIB
     largest = 12 * shape.matrix / sharers / GIB  # one weight's at a time; a fused step has none
     step = 0.0 if on_gpu and role.optim.name == "adamw" else min(largest, one)
@@ -176,6 +176,7 @@ def adapters_memory(
     shape: ModelShape,
     sharers: int,
     passes: tuple[PassMemory, PassMemory, PassMemory],
+    on_gpu: bool,
 ) -> Memory:
     """The base is held in the role's dtype; all that is learnt is float32."""
     value_head = shape.text.hidden_size + 1 if shape.kind == "value" else 0
@@ -183,9 +184,10 @@ def adapters_memory(
     adapters = learnt * 4 / sharers / GIB
     base = frozen * DTYPES[role.dtype].itemsize / sharers / GIB
     moments = 2 * adapters * (0.27 if role.optim.name == "adamw8bit" else 1)  # codes and scales
+    step = 0.0 if on_gpu and role.optim.name == "adamw" else adapters  # as in fsdp_memory
     return Memory(
         frozen + learnt, learnt, base + adapters, adapters, moments, role, *passes,
-        adapters, adapters if role.ema else 0.0,
+        step, adapters if role.ema else 0.0,
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from spmdrl.training.checks.preference import check_preference
 logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 1024  # of a micro-batch that is proposed: below, products of matrices are slow
+ROOM = 0.1  # of a GPU that stays free of what `room_lines` names: a plan is an estimate
 MOST_TOKENS = 65536  # that `room_lines` names: so many were measured (docs/gpu.md)
 MOST_TOGETHER = 6  # fields
 MOST_RANKS = 8  # times as many are proposed at most
@@ -140,9 +141,9 @@ def arithmetic(config: RunConfig, plan: MemoryPlan) -> list[str]:
 
 
 def room_lines(config: PpoConfig, world: int, planner: Planner) -> list[str]:
-    """A line that names the largest micro-batches of the actor that fit beside the rest, by
-    doubling: a GPU waits for the processor that launches the kernels of small ones. Empty on CPUs,
-    in a pipeline, which wants many, and where larger ones would be no fuller.
+    """A line that names the largest micro-batches of the actor, by doubling, with which a tenth of
+    the GPU stays free by the plan: a GPU waits for the processor that launches the kernels of small
+    ones. Empty on CPUs, in a pipeline, which wants many, and where larger ones would be no fuller.
     """
     best, plan, tokens = None, planner.plan(config, world), 2 * config.actor.micro_batch_tokens
     if plan.gpu_gib is None or plan.too_much or config.actor.pipeline_parallel > 1:
@@ -151,12 +152,12 @@ def room_lines(config: PpoConfig, world: int, planner: Planner) -> list[str]:
         actor = replace(config.actor, micro_batch_tokens=tokens)
         text = f"actor.micro_batch_tokens={tokens}"
         found = planner.propose(1, text, replace(config, actor=actor), world)
-        if found is None or found.plan.too_much or found.plan == plan:
+        if found is None or found.plan == plan or found.plan.free_gib < ROOM * plan.gpu_gib:
             break
         best, plan, tokens = found, found.plan, 2 * tokens
     if best is None:
         return []
-    return [f"  room     {best.result}; for larger micro-batches fewer kernels are launched"]
+    return [f"  room     {best.result}; fewer launches of kernels"]
 
 
 # ---- what would help

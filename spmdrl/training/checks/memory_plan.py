@@ -72,6 +72,16 @@ class MemoryPlan:
         return CONTEXT_GIB + NCCL_GIB * (self.world > 1) + FRAGMENTATION * self.gpu_gib
 
     @property
+    def free_gib(self) -> float:
+        """What the fullest rank's GPU has left at its peak; below 0: so much is too much."""
+        size = self.gpu_gib or 0.0
+        return (
+            size - self.fullest.peak.total - self.reserve_gib
+            if not self.too_much
+            else -self.too_much
+        )
+
+    @property
     def too_much(self) -> float:
         """The GiB that the fullest rank has too little, and the engines within it; 0: all fits."""
         if self.gpu_gib is None:
