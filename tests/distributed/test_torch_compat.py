@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from spmdrl_kernels.torch_compat import copy_tensors_, onednn_linear
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -280,3 +281,23 @@ def test_torch_still_copies_lists_of_tensors_at_once() -> None:
     to = [torch.zeros(2), torch.zeros(3, dtype=torch.bfloat16)]
     copy_tensors_(to, [torch.ones(2), torch.full((3,), 2.0)])
     assert [t.tolist() for t in to] == [[1, 1], [2, 2, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_still_keeps_gradients_that_were_not_reduced_in_its_fsdp_params(dtype: Any) -> None:
+    """Those of compute in float32 in the parameter, those that are summed in a wider dtype beside
+    it; after `forget_pass` neither is in the next gradient."""
+    mesh = DeviceMesh("cpu", [0], mesh_dim_names=("fsdp",))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model = nn.Linear(3, 2, bias=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+    x = torch.ones(1, 3)
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        model(x).float().sum().backward()
+        if not last:
+            torch_compat.forget_pass(model)
+    weight: Any = model.weight
+    assert torch.equal(weight.grad.full_tensor(), torch.ones(2, 3))

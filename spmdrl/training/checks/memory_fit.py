@@ -148,11 +148,12 @@ def room_lines(config: PpoConfig, world: int, planner: Planner) -> list[str]:
     best, plan, tokens = None, planner.plan(config, world), 2 * config.actor.micro_batch_tokens
     if plan.gpu_gib is None or plan.too_much or config.actor.pipeline_parallel > 1:
         return []
+    least = ROOM * plan.gpu_gib
     while tokens <= MOST_TOKENS:
         actor = replace(config.actor, micro_batch_tokens=tokens)
         text = f"actor.micro_batch_tokens={tokens}"
         found = planner.propose(1, text, replace(config, actor=actor), world)
-        if found is None or found.plan == plan or found.plan.free_gib < ROOM * plan.gpu_gib:
+        if found is None or found.plan == plan or found.plan.free_gib < least:
             break
         best, plan, tokens = found, found.plan, 2 * tokens
     if best is None:
