@@ -14,7 +14,6 @@ are measured in turn, until `--limit_s` seconds are over.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from datetime import timedelta
@@ -34,16 +33,13 @@ from transformers import AutoConfig  # noqa: E402
 from spmdrl.algo.objectives import policy_objective  # noqa: E402
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig  # noqa: E402
 from spmdrl.data.packing import empty_batch  # noqa: E402
-from spmdrl.distributed.process import start_process_group  # noqa: E402
+from spmdrl.distributed.process import prepare_environment, start_process_group  # noqa: E402
 from spmdrl.distributed.topology import Topology  # noqa: E402
 from spmdrl.engines.fsdp.engine import FsdpEngine  # noqa: E402
 from spmdrl.training.logs.flops import Flops, peak_tflops  # noqa: E402
 from spmdrl.types import Batch  # noqa: E402
 
-ALONE = {
-    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-}  # fmt: skip
+USUAL = {"micro_batch_tokens": 16384, "activation_checkpointing": False}
 CASES: dict[str, dict[str, Any]] = {
     "usual": {},
     "compiled": {"compile": True},
@@ -97,13 +93,39 @@ def profiled(engine: FsdpEngine, batch: Batch, device: torch.device, most: int) 
     return {"seconds": round(took, 3), "busy": round(busy / took, 3), "kernels": kernels}
 
 
+def measured(
+    case: str, model: str, topology: Topology, batch: Batch, runs: int, flops: float
+) -> tuple[dict[str, Any], FsdpEngine]:
+    """The row of a case, without its profile, and its engine. flops: of an update."""
+    device = topology.device
+    role = TrainConfig(**USUAL | CASES[case], optim=OptimConfig(lr=1e-6))
+    torch.compiler.reset()
+    begun = time.perf_counter()
+    engine = FsdpEngine("policy", model, role, topology)
+    first_s = seconds(engine, batch, device)
+    ready_s = time.perf_counter() - begun
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    took = median(seconds(engine, batch, device) for _ in range(runs))
+    row: dict[str, Any] = {
+        "case": case, "update_s": round(took, 4), "first_update_s": round(first_s, 2),
+        "ready_s": round(ready_s, 1), "tokens_per_s": round(batch.num_tokens / took),
+    }  # fmt: skip
+    peak = peak_tflops(device)
+    if peak is not None:
+        row["mfu"] = round(flops / took / peak / 1e12, 4)
+    if device.type == "cuda":
+        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    return row, engine
+
+
 def main(
     shape: str = "0.6b", sequences: int = 256, question: int = 256, answer: int = 512,
     runs: int = 3, cases: str | None = None, profile: str = "", kernels: int = 30,
     limit_s: float = 300,
 ) -> None:  # fmt: skip
-    os.environ.update({name: value for name, value in ALONE.items() if name not in os.environ})
     end = time.monotonic() + limit_s
+    prepare_environment()
     device = start_process_group(timedelta(seconds=limit_s))
     topology = Topology.build(device, dp=1, fsdp=-1)
     with tempfile.TemporaryDirectory() as own:
@@ -111,29 +133,10 @@ def main(
         config = AutoConfig.from_pretrained(own)
         batch = batch_of(sequences, question, answer, config.vocab_size)
         flops = Flops.of_model(config).of(batch.seq_lens, float(batch.loss_mask.sum()))
-        peak = peak_tflops(device)
         for name in cases.split(";") if cases else CASES:
             if time.monotonic() > end:
                 break
-            usual = {"micro_batch_tokens": 16384, "activation_checkpointing": False}
-            role = TrainConfig(**usual | CASES[name], optim=OptimConfig(lr=1e-6))
-            torch.compiler.reset()
-            begun = time.perf_counter()
-            engine = FsdpEngine("policy", own, role, topology)
-            first_s = seconds(engine, batch, device)
-            ready_s = time.perf_counter() - begun
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            times = [seconds(engine, batch, device) for _ in range(runs)]
-            row: dict[str, Any] = {
-                "case": name, "update_s": round(median(times), 4), "first_update_s":
-                round(first_s, 2), "ready_s": round(ready_s, 1),
-                "tokens_per_s": round(batch.num_tokens / median(times)),
-            }  # fmt: skip
-            if peak is not None:
-                row["mfu"] = round(flops / median(times) / peak / 1e12, 4)
-            if device.type == "cuda":
-                row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+            row, engine = measured(name, own, topology, batch, runs, flops)
             if name in profile.split(";") and device.type == "cuda":
                 row["profile"] = profiled(engine, batch, device, kernels)
             print(json.dumps(row), flush=True)

@@ -139,22 +139,24 @@ def test_updates_are_equal_in_every_bit_to_those_that_gather_each_time(
                 assert mine["grad_norm"] == pytest.approx(others["grad_norm"], rel=tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("where", ["loss", "layer"])
+@pytest.mark.parametrize(
+    ("where", "config"),
+    [("loss", MANY), ("layer", MANY), ("loss", replace(MANY, dtype="bfloat16")),
+     ("layer", replace(MANY, dtype="bfloat16")), ("loss", OFFLOADED)],
+)  # fmt: skip
 def test_an_update_that_fails_leaves_nothing_behind(
-    qwen3: Path, topology: Any, where: str, dtype: Any
+    qwen3: Path, topology: Any, where: str, config: TrainConfig
 ) -> None:
     """In the second micro-batch, in the user's loss or within a layer's forward pass; the engine
-    then does what a new one does."""
-    failed, new = (
-        engine_on(topology, "policy", str(qwen3), replace(MANY, dtype=dtype)) for _ in range(2)
-    )
+    then does what a new one does, also where each micro-batch has reduced its gradients."""
+    failed, new = (engine_on(topology, "policy", str(qwen3), config) for _ in range(2))
+    fault = ValueError if failed.gathers_once else FloatingPointError
     calls = []
 
     def fail(*_: Any) -> None:
         calls.append(is_sharded(failed))
         if len(calls) == 2:
-            raise ValueError("a fault of the user's")
+            raise fault("a fault of the user's")
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, batch: Any) -> Any:
         if where == "loss":
@@ -163,7 +165,7 @@ def test_an_update_that_fails_leaves_nothing_behind(
 
     layer = failed.module.hf.model.layers[1].mlp
     hook = layer.register_forward_pre_hook(fail if where == "layer" else lambda *_: None)
-    with pytest.raises(ValueError, match="fault of the user's"):
+    with pytest.raises(fault, match="fault of the user's"):
         failed.update(whole_batch(), loss, 1.0)
     hook.remove()
     assert calls == [False, False] and is_sharded(failed)

@@ -32,10 +32,8 @@ from spmdrl.distributed.placement import place
 from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.training.build import weights_stay
 from spmdrl.training.checks import memory_fit, rl
-from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.engine_memory import cached_tokens, engine_memory
-from spmdrl.training.checks.memory import memory_of
-from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner, room_lines
+from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import fullest, memory_plan, supervised_plan
 from spmdrl.training.checks.model_shape import shape_of
 from spmdrl.training.checks.pass_memory import fsdp_pass
@@ -99,7 +97,7 @@ def grpo(shapes, name: str, **changes) -> PpoConfig:
     return ppo_config(shapes / name, **settings)
 
 
-def planner(gpu_gib: float | None) -> Planner:
+def planner(gpu_gib: float) -> Planner:
     return rl_planner(None, gpu_gib)
 
 
@@ -473,31 +471,3 @@ def test_a_model_without_checkpointing_is_refused_with_what_to_do():
     use_checkpointing(hf, False)
     with pytest.raises(ConfigError, match="set activation_checkpointing=False"):
         use_checkpointing(hf, True)
-
-
-def test_the_dry_run_names_larger_micro_batches_where_there_is_room(shapes):
-    def room(name, world, gib=80.0, **actor):
-        config = grpo(shapes, name, actor=TrainConfig(**actor))
-        return room_lines(config, world, planner(gib))
-
-    (line,) = room("Qwen3-0.6B", 1)
-    assert line.startswith("  room     actor.micro_batch_tokens=65536: peak 4")
-    whole = room("Qwen3-0.6B", 1, activation_checkpointing=False)
-    assert "tokens=32768" in whole[0]  # twice as many do not fit
-    assert not room("Qwen3-0.6B", 1, 54.0, activation_checkpointing=False)  # it would be too near
-    assert not room("Qwen3-0.6B", 1, None)  # a CPU
-    assert not room("Qwen3-0.6B", 1, micro_batch_tokens=65536)
-    assert not room("Qwen3-0.6B", 2, engine="megatron", pipeline_parallel=2)
-    text = describe(grpo(shapes, "Qwen3-0.6B"), 1, 100, gpu_gib=80.0)
-    assert line in text.splitlines()
-
-
-def test_only_adamw_of_fsdp_on_a_gpu_steps_without_memory_of_its_own(shapes):
-    def step(on_gpu, **role):
-        model = str(shapes / "Qwen3-8B")
-        return memory_of("actor", TrainConfig(**role), model, 8, on_gpu=on_gpu).step
-
-    assert step(True) == step(True, lora=LoraConfig()) == 0
-    assert step(False) > 0 and step(False, lora=LoraConfig()) > 0
-    assert step(True, optim=OptimConfig(name="muon")) > 0
-    assert step(True, engine="megatron") > step(True, optim=OptimConfig(name="muon"))

@@ -57,7 +57,7 @@ from spmdrl.engines.fsdp.sharded_loading import (
     scatter_weights,
 )
 from spmdrl.engines.fsdp.sharding import (
-    all_gathered,
+    all_passes,
     clip_gradients,
     gathers_once,
     layers_resharded,
@@ -239,7 +239,7 @@ class FsdpEngine:
         with (
             adapters_off(self.module) if self.without_adapters else nullcontext(),
             layers_resharded(self.module) if self.keeps_gathered else nullcontext(),
-            all_gathered(self.module) if self.gathers_once else nullcontext(),
+            all_passes(self.module, self.gathers_once),
         ):
             for mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
                 inputs = self._inputs(mb)
@@ -266,7 +266,7 @@ class FsdpEngine:
             return {}
         parts = self._micro_batches(batch)
         self.optimizer.zero_grad()  # of an update that an exception has ended
-        with all_gathered(self.module) if self.gathers_once else nullcontext():
+        with all_passes(self.module, self.gathers_once):
             sums = self._gradients(parts, loss_fn, temperature, images)
         grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
         totals = reduce_metrics(counted_once(sums, self.team), group)

@@ -95,23 +95,27 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 
 
 @contextmanager
-def all_gathered(module: nn.Module) -> Iterator[None]:
-    """Meanwhile all units have their whole weights, which they keep after their forward pass. An
-    exception leaves shards, and no gradients that were not reduced yet.
+def all_passes(module: nn.Module, once: bool) -> Iterator[None]:
+    """Around the passes over all micro-batches of a batch. once: meanwhile all units have their
+    whole weights (gathers_once).
+
+    After FloatingPointError, which a run may pass over, weights are shards and nothing is left of
+    gradients that were not reduced yet, over shards or over replicas: the next pass is as if this
+    one had not been. With `once` that holds after every exception; with several shards it might
+    wait for a rank that is lost.
     """
-    units, whole = units_of(module), False
+    units = units_of(module) if once else []
+    forgotten = Exception if once else FloatingPointError
     try:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         yield
-        whole = True
-    finally:
-        if whole:
-            for unit in units:
-                unit.reshard()
-        else:  # a unit within its forward pass would keep its weights
-            forget_pass(module)
+    except forgotten:
+        forget_pass(module)
+        raise
+    for unit in units:
+        unit.reshard()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from spmdrl.distributed.topology import resolve_degrees, train_degrees
 from spmdrl.engines.stored_dtype import stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.training.checks.host_memory import host_lines
-from spmdrl.training.checks.memory_fit import rl_planner, room_lines
+from spmdrl.training.checks.memory_fit import rl_planner, room_lines, supervised_planner
 from spmdrl.training.checks.memory_plan import (
     Array,
     memory_plan,
@@ -58,7 +58,7 @@ def describe(
         *placement_lines(config, world),
     ]
     plan = memory_plan(config, world, prompt_tokens, gpu_gib)
-    room = room_lines(config, world, rl_planner(prompt_tokens, gpu_gib))
+    room = room_lines(config, world, plan, rl_planner(prompt_tokens, gpu_gib))
     return "\n".join([*lines, *plan.all_lines(), *room, *host_lines(plan.host_gib, world, REMEDY)])
 
 
@@ -86,6 +86,7 @@ def describe_supervised(
         "placement",
         role_line("actor", actor, tuple(range(world))),
         *plan.all_lines(),
+        *room_lines(config, world, plan, supervised_planner(kind, row_tokens, gpu_gib)),
         *host_lines(plan.host_gib, world, REMEDY),
     ])  # fmt: skip
 

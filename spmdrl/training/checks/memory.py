@@ -166,9 +166,13 @@ def fsdp_memory(
         return adapters_memory(role, shape, sharers, passes, on_gpu)
     adam = optimizer_bytes(shape, role.optim.name) / sharers / GIB
     largest = 12 * shape.matrix / sharers / GIB  # one weight's at a time; a fused step has none
-    step = 0.0 if on_gpu and role.optim.name == "adamw" else min(largest, one)
+    step = 0.0 if steps_fused(role, on_gpu) else min(largest, one)
     average = one if role.ema else 0.0
     return Memory(shape.count, shape.count, one, one, adam, role, *passes, step, average)
+
+
+def steps_fused(role: TrainConfig, on_gpu: bool) -> bool:
+    return on_gpu and role.optim.name == "adamw"
 
 
 def adapters_memory(
@@ -184,7 +188,7 @@ def adapters_memory(
     adapters = learnt * 4 / sharers / GIB
     base = frozen * DTYPES[role.dtype].itemsize / sharers / GIB
     moments = 2 * adapters * (0.27 if role.optim.name == "adamw8bit" else 1)  # codes and scales
-    step = 0.0 if on_gpu and role.optim.name == "adamw" else adapters  # as in fsdp_memory
+    step = 0.0 if steps_fused(role, on_gpu) else adapters
     return Memory(
         frozen + learnt, learnt, base + adapters, adapters, moments, role, *passes,
         step, adapters if role.ema else 0.0,

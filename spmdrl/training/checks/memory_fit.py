@@ -140,12 +140,15 @@ def arithmetic(config: RunConfig, plan: MemoryPlan) -> list[str]:
     return lines
 
 
-def room_lines(config: PpoConfig, world: int, planner: Planner) -> list[str]:
+def room_lines(
+    config: PpoConfig | SupervisedConfig, world: int, plan: MemoryPlan, planner: Planner
+) -> list[str]:
     """A line that names the largest micro-batches of the actor, by doubling, with which a tenth of
     the GPU stays free by the plan: a GPU waits for the processor that launches the kernels of small
     ones. Empty on CPUs, in a pipeline, which wants many, and where larger ones would be no fuller.
+    plan: of the config as it is.
     """
-    best, plan, tokens = None, planner.plan(config, world), 2 * config.actor.micro_batch_tokens
+    best, tokens = None, 2 * config.actor.micro_batch_tokens
     if plan.gpu_gib is None or plan.too_much or config.actor.pipeline_parallel > 1:
         return []
     least = ROOM * plan.gpu_gib

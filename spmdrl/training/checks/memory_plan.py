@@ -73,23 +73,20 @@ class MemoryPlan:
 
     @property
     def free_gib(self) -> float:
-        """What the fullest rank's GPU has left at its peak; below 0: so much is too much."""
-        size = self.gpu_gib or 0.0
-        return (
-            size - self.fullest.peak.total - self.reserve_gib
-            if not self.too_much
-            else -self.too_much
-        )
+        """What the fullest rank's GPU has left at its peak; below 0: so much is too much. On a CPU
+        there is no limit."""
+        if self.gpu_gib is None:
+            return math.inf
+        return self.gpu_gib - self.fullest.peak.total - self.reserve_gib
 
     @property
     def too_much(self) -> float:
         """The GiB that the fullest rank has too little, and the engines within it; 0: all fits."""
         if self.gpu_gib is None:
             return 0.0
-        over = self.fullest.peak.total + self.reserve_gib - self.gpu_gib
         engines = [each for each in (self.engine, self.judge) if each is not None]
         lacks = sum(max(each.needed - each.awake, 0.0) for each in engines)
-        return max(over, 0.0) + lacks
+        return max(-self.free_gib, 0.0) + lacks
 
     def all_lines(self) -> list[str]:
         lines = list(self.lines)
