@@ -1,8 +1,8 @@
 """On-policy distillation on two CPU cores: no reward but a teacher's. docs/distillation.md
 
-The teacher is what `make quickstart` leaves, the student the model that it began with:
+The teacher is what qwen3_tiny_arithmetic_grpo_cpu.py leaves, the student what that began with:
 
-python -m spmdrl.export --checkpoint runs/quickstart/checkpoints/step_00000120 \
+python -m spmdrl.export --checkpoint runs/arithmetic/grpo/checkpoints/step_00000120 \
     --out runs/arithmetic/teacher
 python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
     --config configs/qwen3_tiny_arithmetic_distill_cpu.py

@@ -111,6 +111,10 @@ class AlgoConfig:
     kl_cut: float | None = None  # of k3 and k3+: a token's value is at most this; verl's is 10
     kl_bias_correction: bool = False  # k3 in the loss is times r: its gradient is then the KL's
     kl_in: Literal["loss", "reward"] = "loss"
+    # the reference follows the policy: after every so many steps it becomes
+    # alpha policy + (1 - alpha) reference, as with TRL's sync_ref_model; 0: it stays as it was
+    ref_model_sync_steps: int = 0
+    ref_model_mixup_alpha: float = 0.6
     kl_target: float | None = None  # adaptive: kl_coef rises above it and falls below it
     kl_horizon: int = 10_000  # samples in which an adaptive kl_coef changes by a fifth at most
     entropy_coef: float = 0.0

@@ -86,6 +86,12 @@ def training_roles(config: PpoConfig) -> dict[str, TrainConfig]:
     return roles
 
 
+def saved_roles(config: PpoConfig) -> dict[str, TrainConfig]:
+    """Returns those of training_roles whose weights change, so that checkpoints hold them."""
+    follows = config.algo.ref_model_sync_steps > 0
+    return {n: role for n, role in training_roles(config).items() if n != "ref" or follows}
+
+
 def reference_is_base(config: PpoConfig, placement: Placement) -> bool:
     """Whether the reference is the actor's model with its adapter off: no second copy is loaded."""
     roles, ref = placement.roles, config.ref

@@ -71,6 +71,7 @@ WORDS = {
     "update_critic": "updating the critic",
     "update_actor": "updating the model",
     "update": "updating the model",
+    "sync_reference": "moving the reference towards the policy",
     "wait report": "waiting for the other ranks",
     "report": "collecting metrics",
     "evaluate": "evaluating on held-out data",

@@ -315,6 +315,10 @@ def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:
     )
     mini_batches = max(1, per_generation // accumulated)
     t.set("algo.mini_batches", mini_batches, "steps_per_generation")
+    if s["beta"] and s.get("sync_ref_model"):
+        every = s.get("ref_model_sync_steps", 512) // (mini_batches * s["num_iterations"])
+        t.set("algo.ref_model_sync_steps", max(1, every), "ref_model_sync_steps, of updates")
+        t.set("algo.ref_model_mixup_alpha", s.get("ref_model_mixup_alpha", 0.6))
     updates = s.get("max_steps", -1)
     if isinstance(updates, int) and updates > 0:
         t.set("steps", max(1, updates // (mini_batches * s["num_iterations"])), "max_steps")
@@ -327,7 +331,8 @@ def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:
             t.set("actor.optim.decay_steps", updates, "max_steps")
     t.set("actor.dtype", "bfloat16" if s["bf16"] or s.get("fp16") else "float32", "bf16")
     return ["max_steps", "num_train_epochs", "lr_scheduler_type", "generation_batch_size", "bf16",
-            "fp16", "save_strategy", "eval_strategy"]  # fmt: skip
+            "fp16", "save_strategy", "eval_strategy", "sync_ref_model", "ref_model_sync_steps",
+            "ref_model_mixup_alpha"]  # fmt: skip
 
 
 def data(s: Mapping[str, Any], t: Translation) -> list[str]:

@@ -81,12 +81,8 @@ class RlRun:
 
     @property
     def engines(self) -> dict[str, TrainEngine]:
-        """Returns the engines of this rank that are trained, so saved and resumed."""
-        return {
-            trainer.name: trainer.engine
-            for trainer in self.roles.trainers
-            if trainer.name != "ref" and trainer.engine is not None
-        }
+        """Returns the engines of this rank whose weights change, so saved and resumed."""
+        return {t.name: t.model for t in self.roles.saved if t.engine is not None}
 
     @cached_property
     def flops(self) -> Flops:

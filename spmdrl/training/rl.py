@@ -15,7 +15,7 @@ from spmdrl.checkpoint.writer import RankState
 from spmdrl.config import PpoConfig
 from spmdrl.distributed.agreement import gather_to_first
 from spmdrl.distributed.collectives import broadcast_object
-from spmdrl.distributed.placement import training_roles
+from spmdrl.distributed.placement import saved_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.multi_turn.conversation import has_replies
@@ -47,8 +47,7 @@ logger = logging.getLogger(__name__)
 
 def train(config: PpoConfig, runtime: Runtime) -> None:
     """A whole run. Every rank runs it from the first line to the last."""
-    trained = {name: role for name, role in training_roles(config).items() if name != "ref"}
-    least_bytes = partial(least_checkpoint_bytes, trained, config.model)
+    least_bytes = partial(least_checkpoint_bytes, saved_roles(config), config.model)
     loop.train(config, runtime, partial(training_run, config, runtime), least_bytes)
 
 
@@ -267,7 +266,7 @@ def state_of(run: RlRun) -> RunState:
     return RunState(
         config=run.config,
         runtime=run.runtime,
-        trained={t.name: t.topology for t in roles.trainers if t.name != "ref"},
+        trained={t.name: t.topology for t in roles.saved},
         engines=run.engines,
         order=run.order,
         tokenizer=roles.tokenizer,

@@ -11,7 +11,7 @@ from spmdrl.config import PpoConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.data.routing import Routing
 from spmdrl.distributed.phases import Phases
-from spmdrl.distributed.placement import Ranks
+from spmdrl.distributed.placement import Ranks, saved_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import LossFn, TrainEngine
@@ -137,6 +137,11 @@ class Roles:
     def trainers(self) -> list[Trainer]:
         found = (self.actor, self.ref, self.critic, self.prm)
         return [trainer for trainer in found if trainer is not None]
+
+    @property
+    def saved(self) -> list[Trainer]:
+        """Returns the trainers whose weights change, which checkpoints hold."""
+        return [each for each in self.trainers if each.name in saved_roles(self.config)]
 
     @property
     def trainer_ranks(self) -> dict[Ranks, bool]:

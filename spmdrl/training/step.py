@@ -31,6 +31,7 @@ from spmdrl.training.logs.metrics import merged
 from spmdrl.training.online_preference import prepare_pairs, weigh_pairs
 from spmdrl.training.process_reward_model import update_process_reward_model
 from spmdrl.training.push_weights import push_weights
+from spmdrl.training.reference_sync import sync_reference
 from spmdrl.training.roles import Roles, train
 from spmdrl.types import Batch
 
@@ -60,6 +61,7 @@ def train_step(
         if step > roles.config.algo.critic_warmup_steps:
             update_actor(roles, batches, step)
         gather_metrics(roles, batches)
+    sync_reference(roles, step)
     if push:
         push_weights(roles, version=step)
     return batches

@@ -471,6 +471,8 @@ def test_the_data_set_of_flags(tmp_path: Path) -> None:
           "off_policy_mask_threshold": 0.5, "kl_bias_correction": False}),
         ({"beta": 0.01, "use_bias_correction_kl": True},
          {"kl_coef": 0.01, "kl_bias_correction": True}),
+        ({"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 64, "num_iterations": 4},
+         {"ref_model_sync_steps": 16, "ref_model_mixup_alpha": 0.6}),
         ({"min_p": 0.05, "repetition_penalty": 1.1}, {"correction.level": "token"}),
     ],
     ids=lambda value: next(iter(value)),

@@ -93,6 +93,9 @@ NONSENSE = [
     ({"kl_cut": 10.0}, ["kl_cut=10.0", "no effect", "kl_coef above 0"]),
     ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_cut": 10.0}, ["kl_cut=10.0", "k3"]),
     ({"kl_coef": 0.1, "kl_cut": 0.0}, ["kl_cut=0.0", "above 0"]),
+    ({"kl_coef": 0.1, "ref_model_mixup_alpha": 0.5}, ["no effect", "ref_model_sync_steps"]),
+    ({"kl_coef": 0.1, "ref_model_sync_steps": -1}, ["ref_model_sync_steps=-1"]),
+    ({"kl_coef": 0.1, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.0}, ["(0, 1]"]),
     ({"policy_loss": "kl_cov"}, ["one update per rollout"]),
     ({"kl_bias_correction": True}, ["kl_bias_correction=True", "no effect", "kl_coef above 0"]),
     *[({"kl_bias_correction": True, "kl_coef": 0.1} | other, ["kl_bias_correction=True", "'k3'"])
@@ -270,7 +273,7 @@ def test_every_option_of_one_algorithm_alone_has_its_reader():
         "entropy_coef", "entropy_target",
         "top_entropy_fraction", "positive_nll_coef", "dynamic_sampling", "overlong_buffer",
         "sample_filter", "epochs", "mini_batches", "critic_warmup_steps", "correction",
-        "reward_clip", "distillation",
+        "reward_clip", "distillation", "ref_model_sync_steps",
     }  # fmt: skip
     assert for_all | set(READERS) == {f.name for f in fields(AlgoConfig)}
     assert not for_all & set(READERS)

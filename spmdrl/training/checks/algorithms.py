@@ -54,6 +54,7 @@ READERS: Readers = {
     "kl_estimator": ("kl_coef above 0", lambda a: a.kl_coef > 0),
     "kl_in": ("kl_coef above 0", lambda a: a.kl_coef > 0),
     "kl_target": ("kl_coef above 0", lambda a: a.kl_coef > 0),
+    "ref_model_mixup_alpha": ("ref_model_sync_steps", lambda a: a.ref_model_sync_steps > 0),
     "kl_horizon": ("kl_target", lambda a: a.kl_target is not None),
     **dict.fromkeys(
         ("entropy_delta", "entropy_coef_min", "entropy_coef_max"),
@@ -94,6 +95,7 @@ def check_ranges(algo: AlgoConfig) -> None:
     for name in (
         "reward_coef", "kl_coef", "positive_nll_coef", "dynamic_sampling", "overlong_buffer",
         "replay_steps", "critic_warmup_steps", "entropy_target", "entropy_coef_min",
+        "ref_model_sync_steps",
     ):  # fmt: skip
         value = getattr(algo, name)
         require(value is None or value >= 0, f"algo.{name}={value} must not be negative")
@@ -105,6 +107,11 @@ def check_ranges(algo: AlgoConfig) -> None:
     require(
         algo.reward_clip is None or algo.reward_clip[0] < algo.reward_clip[1],
         f"algo.reward_clip={algo.reward_clip}: expected the lower bound, then the higher one",
+    )
+    require(
+        0 < algo.ref_model_mixup_alpha <= 1,
+        f"algo.ref_model_mixup_alpha={algo.ref_model_mixup_alpha} must be in (0, 1]: 1 makes the "
+        "reference the policy",
     )
     require(
         0 < algo.top_entropy_fraction <= 1,

@@ -140,6 +140,8 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_adapters(config, placement, hf)
     if "ref" in training_roles(config):
         check_reference(config, placement)
+    if config.algo.ref_model_sync_steps > 0:
+        check_sync_of_reference(config, placement, hosted)
 
 
 def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
@@ -209,6 +211,29 @@ def check_reference(config: PpoConfig, placement: Placement) -> None:
             value in (getattr(TrainConfig(), name), getattr(config.actor, name)),
             f"ref.{name}={value!r} has no effect: {reason}",
         )
+
+
+def check_sync_of_reference(config: PpoConfig, placement: Placement, hosted: bool) -> None:
+    """Raises ConfigError where the reference cannot follow the policy."""
+    where = f"algo.ref_model_sync_steps={config.algo.ref_model_sync_steps}"
+    require("ref" in training_roles(config), f"{where} has no effect: the run has no reference")
+    reasons = {
+        "another program has the actor, and saves no reference": hosted,
+        f"ref.model={config.ref.model!r} is a model of its own, a teacher that stays as it is": (
+            config.ref.model not in (None, config.model)
+        ),
+        "prm rewards by what it has learnt since the reference": config.prm is not None,
+        "with actor.lora the reference is the actor's base": config.actor.lora is not None,
+        "the reference has no MTP layers, which the actor trains": (
+            config.actor.mtp_loss_scaling_factor > 0
+        ),
+        f"ref is on ranks {show_ranks(placement.roles.get('ref', ()))} and the actor on "
+        f"{show_ranks(placement.roles['actor'])}, and only on the same ranks it is given weights": (
+            placement.roles.get("ref") != placement.roles["actor"]
+        ),
+    }
+    for reason, is_so in reasons.items():
+        require(not is_so, f"{where}: {reason}. Leave ref_model_sync_steps out")
 
 
 def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from spmdrl.checkpoint import format as checkpoint
 from spmdrl.config import ConfigError, PpoConfig
@@ -28,7 +27,7 @@ from spmdrl.training.replay.sequence_sums import SequenceSums, merged_sums, sums
 from spmdrl.training.replay.token_table import TokenTable, token_table
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.rl import restore_algorithm
-from spmdrl.training.roles import Roles, Sampler, Trainer
+from spmdrl.training.roles import Roles, Sampler
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.step import train_step
 from spmdrl.training.topologies import build_topologies
@@ -147,13 +146,10 @@ def start_from(plan: ReplayPlan, roles: Roles, edit: Edit | None) -> None:
         wrong = checkpoint.damage_together(plan.start, roles.topology)
         if wrong is not None:
             raise ConfigError(f"the checkpoint {plan.start} is damaged: {wrong}")
-        saved = checkpoint.load(plan.start, trained_engines(roles), roles.topology)
+        saved = checkpoint.load(
+            plan.start, {each.name: each.model for each in roles.saved}, roles.topology
+        )
         restore_algorithm(roles, saved, plan.start)
-
-
-def trained_engines(roles: Roles) -> dict[str, Any]:
-    trained: list[Trainer] = [each for each in roles.trainers if each.name != "ref"]
-    return {each.name: each.model for each in trained}
 
 
 def kept_samples(plan: ReplayPlan, roles: Roles, step: int) -> RolloutResult:
