@@ -16,7 +16,7 @@ IMAGE ?= $(shell . launch/image.env && echo $$IMAGE)
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv first-task quickstart quickstart-ppo check test lint bench bench-compare bench-algos bench-kernels models docs \
+.PHONY: help .venv first-task quickstart quickstart-ppo check test lint recipes bench bench-compare bench-algos bench-kernels models docs \
 	gpu-session image image-cpu \
 	verdicts soak \
 	clean
@@ -58,6 +58,9 @@ bench: .venv  ## time a step: fixed, natural and short answers, one and two rank
 
 bench-compare: .venv  ## BASE=<commit>: that commit and this one in turns, and what moved beyond the noise
 	@$(BIN)/python examples/add2/bench_compare.py $(BASE)
+
+recipes: .venv  ## run every config for CPUs; curves and table into docs/, about an hour
+	@$(BIN)/python examples/recipes/run.py
 
 bench-algos: .venv  ## train arithmetic with every estimator; table and plot into docs/
 	@$(BIN)/python examples/arithmetic/bench_algos.py
