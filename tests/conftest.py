@@ -32,7 +32,7 @@ gc.disable()  # until all test files are imported, see pytest_collection_finish
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of the inputs that tests draw (0)")
-    strict = "hold what ranks do to NCCL's rules (tests/nccl_rules.py)"
+    strict = "hold what ranks do to NCCL's rules (spmdrl/distributed/nccl_rules)"
     parser.addoption("--strict-nccl", action="store_true", help=strict)
 
 

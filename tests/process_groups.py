@@ -4,9 +4,10 @@
 
 Each rank in turn takes torch's fake process group for its world and runs the code that makes the
 groups of a run: its topologies, megatron-core's, those of checkpoints and of the vote after a step.
-It writes down what it makes (nccl_rules.py). Ranks that do not make the same groups, in the same
-order and under the same names, would wait for each other for ever on a cluster. The fake group
-moves no data, so what a step sends is not seen: `pytest --strict-nccl` has real ranks for that.
+It writes down what it makes (distributed/nccl_rules). Ranks that do not make the same groups, in
+the same order and under the same names, would wait for each other for ever on a cluster. The
+fake group moves no data, so what a step sends is not seen: `pytest --strict-nccl` has real ranks
+for that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any
 from unittest.mock import patch
 
 import fire
-import nccl_rules
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -34,6 +34,9 @@ from spmdrl.checkpoint.writer import own_groups
 from spmdrl.cli.arguments import load_config
 from spmdrl.config import PpoConfig
 from spmdrl.distributed import collectives, topology
+from spmdrl.distributed.nccl_rules import rules
+from spmdrl.distributed.nccl_rules.events import BOTH, Creation
+from spmdrl.distributed.nccl_rules.recorder import Recorder, watched_groups
 from spmdrl.distributed.placement import place, training_roles
 from spmdrl.distributed.signals import StopVotes
 from spmdrl.distributed.topology import Topology
@@ -51,7 +54,7 @@ LIMIT = timedelta(days=7)
 class Made:
     """What one rank made."""
 
-    created: list[nccl_rules.Creation]
+    created: list[Creation]
     counts: list[int]  # torch's counter of groups before each agreement on it
     groups: int = 0  # of which the rank is a member
     communicators: int = 0  # of these, those that may have an NCCL communicator
@@ -111,14 +114,14 @@ def fake_world(world: int, rank: int) -> Iterator[None]:
 def made_by(config: PpoConfig, world: int, rank: int, known: list[int]) -> Made:
     counts, begin = Counts(known), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        recorder = nccl_rules.Recorder(Path(folder, "rank_0"), nccl_rules.BOTH, bound=False)
+        recorder = Recorder(Path(folder, "rank_0"), BOTH, bound=False)
         with fake_world(world, rank):
             recorder.started(world, c10d._get_default_group().group_name)
             recorder.limit_s = LIMIT.total_seconds()
-            with nccl_rules.watched_groups(recorder):
+            with watched_groups(recorder):
                 make_groups(config, counts)
         recorder.file.close()
-        created = nccl_rules.read(Path(folder))[0]
+        created = rules.read(Path(folder))[0]
     members = [group for group in recorder.groups.values() if rank in group.members]
     return Made(
         created, counts.own, len(members), sum(group.has_nccl for group in members),
@@ -127,7 +130,7 @@ def made_by(config: PpoConfig, world: int, rank: int, known: list[int]) -> Made:
 
 
 def compare(config: PpoConfig, world: int, ranks: list[int]) -> dict[int, Made]:
-    """What these ranks make; raises nccl_rules.RulesBroken where two of them disagree."""
+    """What these ranks make; raises rules.RulesBroken where two of them disagree."""
     first = {rank: made_by(config, world, rank, []) for rank in ranks}
     known: list[int] = []
     while True:  # a count that is raised moves those after it
@@ -137,21 +140,19 @@ def compare(config: PpoConfig, world: int, ranks: list[int]) -> dict[int, Made]:
         known = largest
         first = {rank: made_by(config, world, rank, known) for rank in ranks}
     events = {rank: made.created for rank, made in first.items()}
-    found = [*differing(events), *nccl_rules.limits(events, ended=True)]
+    found = [*differing(events), *rules.limits(events, ended=True)]
     if found:
-        raise nccl_rules.RulesBroken(found)
+        raise rules.RulesBroken(found)
     return first
 
 
-def differing(events: nccl_rules.Events) -> Iterator[nccl_rules.Finding]:
+def differing(events: rules.Events) -> Iterator[rules.Finding]:
     """Ranks of one parent that do not make the same groups; the first difference of each."""
-    made = nccl_rules.by_group(
-        events, nccl_rules.Creation, lambda event: None if event.is_local else event.parent
-    )
+    made = rules.by_group(events, Creation, lambda event: None if event.is_local else event.parent)
     for parent, own in made.items():
         there = [rank for rank in parent.members if rank in events]
-        for row in nccl_rules.aligned(there, own):
-            finding = nccl_rules.differing(parent, row, events, ended=True)
+        for row in rules.aligned(there, own):
+            finding = rules.differing(parent, row, events, ended=True)
             if finding is not None:
                 yield finding
                 break

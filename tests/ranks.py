@@ -29,6 +29,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from spmdrl.distributed.nccl_rules.events import RECORDS
+
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -43,7 +45,6 @@ ENGINE_ENV = {
 
 
 STRICT = "SPMDRL_STRICT_NCCL"  # set by --strict-nccl: what ranks do is held to NCCL's rules
-RECORDS = "SPMDRL_NCCL_RECORDS"  # of a rank: the folder where it writes down what it does
 
 EPHEMERAL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 EPHEMERAL = EPHEMERAL if EPHEMERAL > 16_000 else 32_768  # where it begins lower, there is no better
@@ -126,15 +127,15 @@ def groups_that_end() -> Iterator[None]:
 
 
 def record_if_asked() -> None:
-    """For a rank, before it makes its first group."""
+    """For a rank, before it makes its first group; it need not be of a program of ours."""
     if RECORDS in os.environ:
-        importlib.import_module("nccl_rules").install()
+        importlib.import_module("spmdrl.distributed.nccl_rules.recorder").record()
 
 
 def check_records(folder: Path, ended: bool = True) -> None:
-    """Raises nccl_rules.RulesBroken; see nccl_rules.check. Does nothing without --strict-nccl."""
+    """Raises RulesBroken, see nccl_rules/rules.py. Does nothing without --strict-nccl."""
     if folder.is_dir():
-        importlib.import_module("nccl_rules").check(folder, ended)
+        importlib.import_module("spmdrl.distributed.nccl_rules.rules").check(folder, ended)
 
 
 def wait_all(procs: list[BaseProcess], timeout_s: float, kill_after_s: float = 5) -> bool:

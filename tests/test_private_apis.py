@@ -22,6 +22,7 @@ COMPAT = {
 }  # fmt: skip
 ADAPTATIONS = {  # whole files that are a change to a package, and why they stay in one piece
     "spmdrl/rollout/vllm/cpu.py": "replaces methods of vLLM's CPU kernels while an engine is built",
+    "spmdrl/distributed/nccl_rules/recorder.py": "watches torch.distributed in a rehearsal",
     "spmdrl/engines/megatron/cpu_shim.py": "has megatron-core run without CUDA, in a dozen modules",
 }
 # holds Python's own internals in check, and imports none of the packages

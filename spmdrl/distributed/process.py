@@ -29,6 +29,7 @@ from spmdrl.config import ConfigError
 from spmdrl.distributed.accelerator import check_no_gpu_is_left_out, local_device
 from spmdrl.distributed.agreement import lowest
 from spmdrl.distributed.faults.rendezvous import StartupBarrier
+from spmdrl.distributed.nccl_rules.events import RECORDS
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import LAZY_GLOO, Topology
 
@@ -148,6 +149,7 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
     if not torch.cuda.is_available():
         check_no_gpu_is_left_out()
         map_large_tensors()
+        record_collectives_if_asked()
         dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
         connect()
         return torch.device("cpu")
@@ -157,6 +159,16 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **met)
     connect()
     return device
+
+
+def record_collectives_if_asked() -> None:
+    """Has this rank write down its collectives where its environment has SPMDRL_NCCL_RECORDS. The
+    recorder, which changes torch.distributed, is imported only then.
+    """
+    if RECORDS in os.environ:
+        from spmdrl.distributed.nccl_rules.recorder import record
+
+        record()
 
 
 def connect() -> None:

@@ -116,6 +116,7 @@ def tell(
     prepared: Prepared, outcomes: list[Outcome], warnings: list[str], config: str, folder: Path
 ) -> None:
     """Prints the report, and writes it into the folder."""
+    from spmdrl.rehearse.collectives import broken, compare
     from spmdrl.rehearse.report import report_lines
 
     title = (
@@ -123,9 +124,11 @@ def tell(
         f"{'GPUs' if prepared.on_gpu else 'CPU ranks'}"
     )
     failed = [f"{o.what}: it failed, see above" for o in outcomes if not o.is_done]
+    compared = [compare(outcome) for outcome in outcomes]
     lines = report_lines(
         title, prepared.scaled.changes, outcomes, folder / "run", prepared.tokens,
-        prepared.probes, prepared.memory, [*failed, *dict.fromkeys(warnings), *prepared.wrong],
+        prepared.probes, prepared.memory, [line for each in compared for line in each.lines],
+        [*failed, *broken(compared), *dict.fromkeys(warnings), *prepared.wrong],
     )  # fmt: skip
     text = "\n".join(lines)
     (folder / MARK).write_text(f"{text}\n")

@@ -16,9 +16,10 @@ SHOWN_SAMPLES, SHOWN_CHARS = 3, 160
 
 def report_lines(
     title: str, changes: Sequence[Change], outcomes: Sequence[Outcome], run_dir: Path,
-    tokens: Sequence[str], probes: Probes, memory: Sequence[str], wrong: Sequence[str],
+    tokens: Sequence[str], probes: Probes, memory: Sequence[str], collectives: Sequence[str],
+    wrong: Sequence[str],
 ) -> list[str]:  # fmt: skip
-    """tokens, memory: lines of these sections. wrong: a sentence for each thing."""
+    """tokens, memory, collectives: lines of these sections. wrong: a sentence for each thing."""
     ran = [line for outcome in outcomes for line in outcome.lines()]
     samples = samples_of(run_dir)
     sections = {
@@ -27,6 +28,7 @@ def report_lines(
         "samples, as the reward saw them": sample_lines(samples),
         "the reward, tried on answers that are known": probe_lines(probes),
         "tokens": [*tokens, *answer_lines(samples)],
+        "collectives, compared between ranks by the rules of NCCL": collectives,
         "memory of the real run": memory,
         "what looks wrong": [f"{i}. {text}" for i, text in enumerate(wrong, 1)] or ["nothing"],
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.cli.arguments import LAUNCHER
+from spmdrl.distributed.nccl_rules.events import RECORDS
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.rehearse.scale import HOSTED
 
@@ -31,6 +32,7 @@ class Outcome:
     log: Path
     exit_code: int | None  # None: it was ended at LIMIT_S
     seconds: float
+    records: Path  # of its collectives
 
     @property
     def is_done(self) -> bool:
@@ -50,18 +52,23 @@ class Outcome:
 def run_program(
     what: str, config: str, options: Mapping[str, Any], ranks: int, folder: Path, number: int
 ) -> Outcome:
-    """Runs spmdrl.ppo with these fields of the config to its end. number: of the run, from 1."""
+    """Runs spmdrl.ppo with these fields of the config to its end. number: of the run, from 1. On
+    CPUs its ranks write down their collectives into a folder of the run.
+    """
     flags = [part for key, value in options.items() for part in (f"--{key}", repr(value))]
     launched = ["-m", "spmdrl.launch", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launched, "-m", "spmdrl.ppo", "--config", config, *flags]
     log, begun = folder / f"run_{number}.log", time.monotonic()
+    records = folder / f"collectives_{number}"
+    records.mkdir()
     PROGRESS.now(f"rehearsing: {what}")
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment(folder)
-        )
+            command, stdout=file, stderr=subprocess.STDOUT,
+            env=environment(folder) | {RECORDS: str(records.resolve())},
+        )  # fmt: skip
         code = wait(process)
-    return Outcome(what, command, log, code, time.monotonic() - begun)
+    return Outcome(what, command, log, code, time.monotonic() - begun, records)
 
 
 def environment(folder: Path) -> dict[str, str]:

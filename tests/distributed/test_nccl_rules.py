@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from nccl_rules import BACKENDS, BOTH, BOUND, RulesBroken
 from programs import CONFIG, set_up, train
 from ranks import STRICT, run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.distributed.collectives import level_group_count, world_of
+from spmdrl.distributed.nccl_rules.events import BOTH
+from spmdrl.distributed.nccl_rules.recorder import BACKENDS, BOUND
+from spmdrl.distributed.nccl_rules.rules import RulesBroken
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import timeout_of
 from spmdrl.engines.megatron.parallel_state import RoleState

@@ -5,10 +5,10 @@ from typing import Any
 
 import process_groups
 import pytest
-from nccl_rules import RulesBroken
 from process_groups import compare, sample
 
 from spmdrl.config import DataConfig, PpoConfig, RolloutConfig, TrainConfig
+from spmdrl.distributed.nccl_rules.rules import RulesBroken
 from spmdrl.distributed.topology import Topology
 
 BASE = PpoConfig(model="model", data=DataConfig(train="train.jsonl"), reward="math")

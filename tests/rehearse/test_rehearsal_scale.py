@@ -1,6 +1,8 @@
 """How a config becomes small: what stays, and what the degrees of parallelism become."""
 
+import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,8 @@ from spmdrl.config import (
     RolloutConfig,
     TrainConfig,
 )
+from spmdrl.distributed.nccl_rules.events import BOTH, Group, Operation
+from spmdrl.rehearse.collectives import broken, compare
 from spmdrl.rehearse.runs import Outcome, environment
 from spmdrl.rehearse.scale import scale, value_at
 
@@ -114,10 +118,28 @@ def test_what_fits_the_large_model_alone_is_left_out():
 def test_a_failed_run_shows_its_end(tmp_path):
     log = tmp_path / "run_1.log"
     log.write_text("".join(f"line {i}\n" for i in range(100)))
-    title, *lines = Outcome("2 steps", [], log, 1, 3.0).lines()
+    title, *lines = Outcome("2 steps", [], log, 1, 3.0, tmp_path).lines()
     assert "2 steps: failed after 3 s" in title
     assert lines[-1] == "  line 99" and len(lines) == 25
-    assert "had not ended" in Outcome("2 steps", [], log, None, 600.0).lines()[0]
+    assert "had not ended" in Outcome("2 steps", [], log, None, 600.0, tmp_path).lines()[0]
+
+
+def test_ranks_that_call_other_collectives_are_told(tmp_path):
+    """Two communicators in different orders: gloo forgives it, NCCL may hang."""
+    groups = [Group(1, name, (0, 1), BOTH) for name in "12"]
+    for rank in (0, 1):
+        with Path(tmp_path, f"rank_{rank}").open("wb") as file:
+            for group in groups if rank == 0 else reversed(groups):
+                place = (("cfg.py", 7 + int(group.name), "my_loss"),)
+                called = Operation(group, "allreduce", ("float32[1]",), False, "MainThread", place)
+                pickle.dump(called, file)
+    compared = compare(Outcome("2 steps", [], tmp_path / "log", 0, 3.0, tmp_path))
+    assert "used in different orders" in "".join(compared.lines)
+    assert "cfg.py:8 in my_loss" in "".join(compared.lines)
+    (sentence,) = broken([compared])
+    assert "rule 'order'" in sentence and "hang" in sentence
+    nothing = compare(Outcome("2 steps", [], tmp_path / "log", 0, 3.0, tmp_path / "empty"))
+    assert nothing.findings == [] and "not recorded" in nothing.lines[0]
 
 
 def test_trackers_of_a_rehearsal_send_nothing(tmp_path, monkeypatch):

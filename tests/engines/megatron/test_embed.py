@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from embedded_models import PP2, TP2, host_model, rl_config
-from nccl_rules import BACKENDS
 from ranks import groups_that_end, run_ranks
 from training_batches import CONFIG, whole_batch
 
@@ -16,6 +15,7 @@ from spmdrl.config import (
     ConfigError,
     TrainConfig,
 )
+from spmdrl.distributed.nccl_rules.recorder import BACKENDS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
 
