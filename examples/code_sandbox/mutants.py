@@ -29,9 +29,10 @@ try:
 except SystemExit:
     pass
 for test in {tests!r}:
-    names = {{**vars(program), "__name__": "__main__"}}
+    main = sys.modules["__main__"] = type(sys)("__main__")  # for unittest.main()
+    vars(main).update(vars(program), __name__="__main__")
     try:
-        exec(compile(test, "test.py", "exec"), names)
+        exec(compile(test, "test.py", "exec"), vars(main))
     except SystemExit as error:
         assert error.code in (None, 0, False), error  # the end of unittest.main()
 print({passed!r})
@@ -43,16 +44,19 @@ class Case(NamedTuple):
     program: str
     truth: Any  # the reward's ground_truth
     function: str = ""  # the one that the tests ask for; "": none is known
-    stub: str = "pass"  # the program with nothing in it, such as HumanEval's prompt alone
+    stub: str = ""  # a program without content, such as HumanEval's prompt alone; "": none is tried
 
 
 def mutants(case: Case, other: Case, seed: int) -> Iterator[Case]:
     """Yields wrong programs for the tests of `case`; `other` is another case of the same set."""
-    yield mutant(case, "stub", case.stub)
+    if case.stub:
+        yield mutant(case, "stub", case.stub)
     if case.function:
         yield mutant(case, "returns None", returning_none(case.program, case.function))
     answer = f"\n{case.function} = {other.function}" if case.function and other.function else ""
     yield mutant(case, f"solution of {other.name}", other.program + answer)
+    if "fn_name" in case.truth:  # of such tests plain Python says nothing
+        return
     changed = off_by_one(case.program, random.Random(f"{seed} {case.name}"))
     if changed is not None:
         yield mutant(case, "off by one", changed)
@@ -95,16 +99,16 @@ def off_by_one(program: str, chosen: random.Random) -> str | None:
     return ast.unparse(tree)
 
 
-def passes_in_plain_python(case: Case, limits: Limits) -> bool | None:
-    """Whether the tests pass where nothing protects them; None for a ground truth of values of a
-    function, which plain Python does not judge."""
+def passes_in_plain_python(case: Case, limits: Limits) -> bool:
+    """Whether the tests pass where nothing protects them. False for values of a function, which the
+    mutants of such a case do not return."""
     if isinstance(case.truth, list):
         passed = f"{PASSED}{random.random()}"
         text = DRIVER.format(program=case.program, tests=case.truth, passed=passed)
         result = run_code(text, "", limits)
         return result.status == "ok" and result.stdout.endswith(passed + "\n")
     if "fn_name" in case.truth:
-        return None
+        return False
     for given, right in zip(case.truth["inputs"], case.truth["outputs"], strict=True):
         result = run_code(case.program, given, limits)
         printed = [line.split() for line in result.stdout.strip().splitlines()]

@@ -32,8 +32,9 @@ from spmdrl.rewards.sandbox.sandbox import Limits, SandboxError
 
 HERE = Path(__file__).parent
 LIMITS = Limits(cpu_s=3.0)
+UNUSED = "the test ends without having used the program"
 HEAD = ("set", "must get 1", "got 1", "must get 0", "got 0", "wrong", "s")
-WIDTHS = (24, 10, 8, 10, 8, 7, 6)
+WIDTHS = (24, 12, 7, 12, 7, 7, 6)
 
 
 class Judged(NamedTuple):
@@ -52,7 +53,10 @@ def read_cases(path: Path) -> list[Case]:
     for part in parts:
         head, test = part.split("\n---\n")
         name, _, program = head.partition("\n")
-        cases.append(Case(name, program, json.loads(test) if test[0] == "{" else [test]))
+        if test[0] == "{":
+            cases.append(Case(name, program, json.loads(test), stub="pass"))
+        else:
+            cases.append(Case(name, program, [test]))
     return cases
 
 
@@ -70,7 +74,7 @@ def mbpp(path: Path) -> list[Case]:
     return [
         Case(f"MBPP {row['task_id']}", row["code"],
              [f"{row['test_setup_code']}\n{test}" for test in row["test_list"]],
-             function_of(row["code"], row["test_list"][0]))
+             function_of(row["code"], row["test_list"][0]), "pass")
         for row in rows
     ]  # fmt: skip
 
@@ -118,7 +122,10 @@ def judged_forgery(case: Case) -> Judged:
 
 
 def judged_mutant(case: Case) -> Judged:
-    return Judged(case.name, float(passes_in_plain_python(case, LIMITS) or False), verdict(case))
+    wanted, got = float(passes_in_plain_python(case, LIMITS)), verdict(case)
+    if wanted and UNUSED in str(got):  # such a test has no verdict, as docs/sandbox.md says
+        got = wanted
+    return Judged(case.name, wanted, got)
 
 
 def judge(
@@ -170,15 +177,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl or .jsonl.gz as published, "
                         "164 tasks with the keys task_id, prompt, canonical_solution, test, "
                         "entry_point")  # fmt: skip
-    parser.add_argument("--sample", type=int, help="judge so many cases of each row, drawn by "
-                        "--seed; without it all")  # fmt: skip
+    parser.add_argument("--sample", type=int, help="judge so many cases of each set, and half as "
+                        "many mutants, drawn by --seed; without it all")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the sample and the mutants")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="sandboxes at once")
     options = parser.parse_args(arguments)
 
     def judge_some(title: str, cases: list[Case], how: Callable[[Case], Judged]) -> list[Judged]:
-        if options.sample is not None and options.sample < len(cases):
-            cases = random.Random(f"{options.seed} {title}").sample(cases, options.sample)
+        if options.sample is not None:
+            most = options.sample // 2 if how is judged_mutant else options.sample
+            cases = random.Random(f"{options.seed} {title}").sample(cases, min(most, len(cases)))
         return judge(title, cases, how, options.workers)
 
     wrong: list[Judged] = []
