@@ -28,10 +28,12 @@ from typing import Any, NamedTuple
 from mutants import Case, mutants, passes_in_plain_python
 
 from spmdrl.rewards.code import code
-from spmdrl.rewards.sandbox.sandbox import Limits, SandboxError
+from spmdrl.rewards.sandbox.sandbox import USUAL, Limits, SandboxError
 
 HERE = Path(__file__).parent
-LIMITS = Limits(cpu_s=3.0)
+# A limit is no verdict on a right program, however busy the machine is. Some mutants never end.
+OF_RIGHT, OF_MUTANTS = Limits(wall_s=30.0, cpu_s=8.0), Limits(wall_s=20.0, cpu_s=4.0)
+TOTAL_S = 90.0
 UNUSED = "the test ends without having used the program"
 HEAD = ("set", "must get 1", "got 1", "must get 0", "got 0", "wrong", "s")
 WIDTHS = (24, 12, 7, 12, 7, 7, 6)
@@ -105,16 +107,16 @@ def mutants_of(cases: list[Case], seed: int) -> list[Case]:
 # ---- the verdicts
 
 
-def verdict(case: Case) -> float | str:
+def verdict(case: Case, limits: Limits = USUAL) -> float | str:
     """The score, or why there is none."""
     try:
-        return code(f"```python\n{case.program}\n```", case.truth, LIMITS)["score"]
+        return code(f"```python\n{case.program}\n```", case.truth, limits, TOTAL_S)["score"]
     except SandboxError as error:
         return f"no verdict: {error}"
 
 
 def judged_right(case: Case) -> Judged:
-    return Judged(case.name, 1.0, verdict(case))
+    return Judged(case.name, 1.0, verdict(case, OF_RIGHT))
 
 
 def judged_forgery(case: Case) -> Judged:
@@ -122,7 +124,8 @@ def judged_forgery(case: Case) -> Judged:
 
 
 def judged_mutant(case: Case) -> Judged:
-    wanted, got = float(passes_in_plain_python(case, LIMITS)), verdict(case)
+    wanted = float(passes_in_plain_python(case, OF_MUTANTS))
+    got = verdict(case, OF_MUTANTS)
     if wanted and UNUSED in str(got):  # such a test has no verdict, as docs/sandbox.md says
         got = wanted
     return Judged(case.name, wanted, got)

@@ -83,9 +83,9 @@ def gradient_of(
     """Returns this rank's shards of the gradient by parameter, in memory of their own."""
     assert engine.optimizer is not None, "a frozen engine has no gradients"
     engine.optimizer.zero_grad()
-    parts = engine._micro_batches(batch)
+    parts = engine.micro_batches(batch)
     with all_passes(engine.module, engine.gathers_once):
-        engine._gradients(parts, loss_fn, temperature, images)
+        engine.backward(parts, loss_fn, temperature, images)
     found = [None if p.grad is None else local(p.grad).detach().clone() for p in engine.params]
     engine.optimizer.zero_grad()
     return found

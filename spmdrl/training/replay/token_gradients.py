@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.engines.base import LossFn, TrainEngine
-from spmdrl.engines.fsdp.engine import FsdpEngine
 from spmdrl.engines.fsdp.token_gradients import TokenGradients, token_gradients
 from spmdrl.training.roles import Roles
 from spmdrl.types import Batch
+
+if TYPE_CHECKING:
+    from spmdrl.engines.fsdp.engine import FsdpEngine
 
 
 class MeasuredEngine:
     """The actor's engine, which measures one sample before each update that has it."""
 
     def __init__(self, engine: TrainEngine, address: tuple[int, int]) -> None:
-        assert isinstance(engine, FsdpEngine), "check_gradients refuses others"
-        self.engine, self.address = engine, address
+        self.engine = cast("FsdpEngine", engine)  # check_gradients refuses others
+        self.address = address
         self.last: TokenGradients | None = None  # of the last update with the sample
 
     def __getattr__(self, name: str) -> Any:
