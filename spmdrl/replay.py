@@ -2,7 +2,9 @@
 
 From the checkpoint before the step and the samples that the run has kept (keep_samples), without a
 rollout engine. Compares all numbers with those of the run and says which differs first.
---sample 5.3 shows the tokens of sample 3 of group 5. Fields of algo, reward and rewards, such as
+The exit code is 1 where numbers differ.
+--sample 5.3 shows the tokens of sample 3 of group 5, with --gradients also what each adds to the
+gradient. Fields of algo, reward and rewards, such as
 --algo.policy_loss gspo, or --edit FILE show beside it what another config makes of the same
 samples. docs/replay.md
 """
@@ -25,7 +27,7 @@ from spmdrl.cli.help import asks_for_help
 from spmdrl.cli.paths import check_folder
 from spmdrl.config import ConfigError
 from spmdrl.distributed.env import before_torch, without_garbage_collection
-from spmdrl.distributed.exit import GUARD, exit_config
+from spmdrl.distributed.exit import FAILED, GUARD, exit_config, leave_for_torchrun
 from spmdrl.distributed.output import keep_output
 from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
@@ -40,7 +42,7 @@ Address = tuple[int, int]
 @fire.decorators.SetParseFns(run_dir=str, sample=str, edit=str, config=str)  # 5.10 is no number
 def main(
     run_dir: str = "", step: int = 0, ranks: int = 0, sample: str = "", edit: str = "",
-    config: str = "", tolerance: float = -1.0, **overrides: Any,
+    config: str = "", tolerance: float = -1.0, gradients: bool = False, **overrides: Any,
 ) -> None:  # fmt: skip
     """Replays one step of a run, which may still be going, and compares its numbers.
 
@@ -53,6 +55,8 @@ def main(
         config: the config file of the run, where its algo has functions
         tolerance: relative difference up to which numbers are equal; else 1e-6 where the actor
             computes in float32, 1e-2 in bfloat16, and 0 with strict=True on as many ranks
+        gradients: show what each token of --sample adds to the gradient: a forward and a backward
+            pass of the sample for each token
         overrides: fields of algo, reward and rewards to be tried: --algo.clip_high 0.3
     """
     if asks_for_help(overrides, main):
@@ -72,16 +76,23 @@ def main(
             from spmdrl.training.fetch import fetch
             from spmdrl.training.replay.plan import make_plan
             from spmdrl.training.replay.run_config import placed, read_run_config
+            from spmdrl.training.replay.token_gradients import check_gradients
             from spmdrl.training.runtime import started
         value = read_run_config(Path(run_dir), config)
         plan = make_plan(Path(run_dir), value, step)
+        gradients = converted(gradients, bool, "--gradients")
+        if gradients:
+            check_gradients(plan.config, address)
         tried = edit_of(plan, edit, overrides)
         folder = Path(run_dir, "replay")
     except ConfigError as error:
         exit_config(error)
     with started(placed(plan.config, folder, True)) as runtime:
         plan = plan.with_config(fetch(plan.config, runtime.phases, "all", ()))
-        replay(plan, runtime, tried, address, tolerance)
+        differs = replay(plan, runtime, tried, address, tolerance, gradients)
+    if differs:
+        leave_for_torchrun(differs)
+        sys.exit(FAILED)
 
 
 def start_ranks(ranks: int) -> None:
@@ -123,24 +134,32 @@ def edit_of(plan: ReplayPlan, file: str, overrides: dict[str, Any]) -> Edit | No
 
 def replay(
     plan: ReplayPlan, runtime: Runtime, edit: Edit | None, address: Address | None,
-    tolerance: float,
-) -> None:  # fmt: skip
-    """Runs the step, with an edit a second time, and tells of it. Collective over all ranks."""
+    tolerance: float, gradients: bool,
+) -> str:  # fmt: skip
+    """Runs the step, with an edit a second time, and tells of it. Returns what differs from the
+    run, on every rank: "" where nothing does, or where an edit is tried. Collective over all ranks.
+    """
+    from spmdrl.distributed.agreement import broadcast_from_first
     from spmdrl.training.replay.rerun import rerun
 
-    found = rerun(plan, runtime, None, address)
+    found = rerun(plan, runtime, None, address, gradients)
     gc.collect()  # the models: there is room for one of each
-    edited = None if edit is None else rerun(plan, runtime, edit, address)
+    edited = None if edit is None else rerun(plan, runtime, edit, address, gradients)
     PROGRESS.now("")
+    differs = ""
     if found is not None:
-        tell(plan, runtime, found, edited, address, tolerance)
+        differs = tell(plan, runtime, found, edited, address, tolerance)
+    differs = broadcast_from_first(differs, runtime.topology.control)
+    return differs if edit is None else ""
 
 
 def tell(
     plan: ReplayPlan, runtime: Runtime, found: StepNumbers, edited: StepNumbers | None,
     address: Address | None, tolerance: float,
-) -> None:  # fmt: skip
-    """Prints what came of it, and writes it to step_N.json. On the first rank."""
+) -> str:  # fmt: skip
+    """Prints what came of it, and writes it to step_N.json. Returns what differs from the run, ""
+    where nothing does. On the first rank.
+    """
     from spmdrl.training.replay import comparison
 
     world = runtime.topology.world
@@ -167,6 +186,7 @@ def tell(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1))
     PROGRESS.line("\n".join([*lines, "", f"in {path}"]))
+    return "" if first is None else comparison.verdict(compared, tolerance)
 
 
 def sample_lines(address: Address, title: str, numbers: StepNumbers) -> list[str]:
@@ -177,7 +197,12 @@ def sample_lines(address: Address, title: str, numbers: StepNumbers) -> list[str
     if table is None:
         return [f"{name}: the step has not learnt from a sample of these numbers"]
     reward = f"reward {table.reward:g}" if table.valid else "invalid, so that it has no reward"
-    return [f"{name}: prompt {table.prompt_id}, {reward}", *token_lines(table.rows)]
+    lines = [f"{name}: prompt {table.prompt_id}, {reward}", *token_lines(table.rows)]
+    if table.grad_norm is not None:
+        share = sum(row["grad_share"] for row in table.rows)
+        lines.append(f"  of the update's gradient norm {table.grad_norm:.4g}, {share:+.2e} is this "
+                     "sample's")  # fmt: skip
+    return lines
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def test_an_update_waits_as_often_whatever_the_micro_batches(
     found = []
     for budget in (1000, 30):
         engine = engine_on(topology, kind, str(qwen3), replace(CONFIG, micro_batch_tokens=budget))
-        num_parts = len(engine._micro_batches(batch))
+        num_parts = len(engine.micro_batches(batch))
         waits = Waits()
         prepare = engine._inputs
 
@@ -84,7 +84,7 @@ def test_an_update_waits_as_often_whatever_the_micro_batches(
             return inputs
 
         for name, function in (
-            ("_inputs", prepared), ("_micro_batches", engine._micro_batches),
+            ("_inputs", prepared), ("micro_batches", engine.micro_batches),
         ):  # fmt: skip
             monkeypatch.setattr(engine, name, waits.pausing(function))
         # Adam counts its steps on the host, and metrics are there when they are read

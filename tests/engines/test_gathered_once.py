@@ -63,7 +63,7 @@ def gathers_of(topology: Any, model: str, config: TrainConfig) -> tuple[int, int
         engine.update(batch, loss_of("policy"), 1.0)
     assert is_sharded(engine)
     num_weights = len(list(engine.module.parameters()))
-    return len(engine._micro_batches(batch)), num_weights, update.count, look.count
+    return len(engine.micro_batches(batch)), num_weights, update.count, look.count
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

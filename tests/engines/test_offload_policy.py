@@ -36,7 +36,7 @@ def both_ways_on(topology, model, kind, config, folder):
         groups = [m._get_fsdp_state()._fsdp_param_group for m in engine.module.modules()
                   if hasattr(m, "_get_fsdp_state")]  # fmt: skip
         assert {p.offload_to_cpu for g in groups for p in g.fsdp_params} == {offload}
-        assert len(engine._micro_batches(batch)) > 2
+        assert len(engine.micro_batches(batch)) > 2
         metrics = [engine.update(batch, loss, temperature=0.8) for _ in range(2)]
         where = Path(folder, str(offload))
         if topology.rank == 0:

@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import json
-import runpy
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from sandbox_attacks import TIGHT, left, there_is_one, wait_until
@@ -136,18 +133,6 @@ def test_asserts_judge_plain_data_objects_and_errors(form):
         "assert big(2000) == math.factorial(2000)",
     ]
     assert score(program, tests) == (7, 7)
-
-
-def test_right_programs_pass_and_forgeries_do_not(strong):
-    examples = Path(__file__).parents[2] / "examples" / "code_sandbox"
-    verdicts = runpy.run_path(str(examples / "verdicts.py"))
-    for name, score, least in (("hard.txt", 1.0, 100), ("forgeries.txt", 0.0, 60)):
-        cases = verdicts["read_cases"](examples / name)
-        assert len(cases) >= least
-        with ThreadPoolExecutor(2) as pool:
-            scores = list(pool.map(verdicts["verdict"], cases))
-        wrong = [(c.name, got) for c, got in zip(cases, scores, strict=True) if got != score]
-        assert not wrong
 
 
 def test_the_weak_form_judges_objects_text_and_numpy(monkeypatch):

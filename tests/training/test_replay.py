@@ -13,7 +13,7 @@ import torch
 from programs import set_up, train
 
 from spmdrl.checkpoint.earlier_runs import later_files
-from spmdrl.config import ConfigError, KeepSamplesConfig, PpoConfig
+from spmdrl.config import ConfigError, KeepSamplesConfig, PpoConfig, TrainConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.training.checks.rl import warnings_of_kept
 from spmdrl.training.collect import RolloutResult
@@ -29,6 +29,7 @@ from spmdrl.training.replay.sequence_sums import (
     read_sums,
     sums_of,
 )
+from spmdrl.training.replay.token_gradients import check_gradients
 from spmdrl.types import Judgement, Prompt, Sample
 
 PROMPT = Prompt(7, [5, 6], "sums", {"answer": [1, 2.5]}, "1+1=", {"level": 3})
@@ -246,6 +247,16 @@ def test_functions_come_from_the_config_file_and_values_from_the_run(tmp_path):
     assert config.algo.epochs == 3
 
 
+def test_gradients_of_tokens_that_cannot_be_had_are_refused():
+    config = PpoConfig("m", SimpleNamespace(), len)
+    check_gradients(config, (2, 1))
+    with pytest.raises(ConfigError, match=r"--sample P\.S says of which"):
+        check_gradients(config, None)
+    megatron = dataclasses.replace(config, actor=TrainConfig(engine="megatron"))
+    with pytest.raises(ConfigError, match="the actor's engine is megatron"):
+        check_gradients(megatron, (2, 1))
+
+
 def test_only_what_is_made_of_samples_can_be_edited(tmp_path):
     config = PpoConfig("m", SimpleNamespace(), len)
     assert edited_config(config, "", {"algo.policy_loss": "gspo"}).algo.policy_loss == "gspo"
@@ -281,9 +292,9 @@ def plant(path: Path) -> None:
     path.write_bytes(content.getvalue())
 
 
-def replayed(folder: Path, ranks: int, *args: str) -> tuple[str, dict]:
+def replayed(folder: Path, ranks: int, *args: str, code: int = 0) -> tuple[str, dict]:
     done = train(folder, ranks, "run", *args, program="spmdrl.replay")
-    assert done.code == 0, done.output[-3000:]
+    assert done.code == code, done.output[-3000:]
     step = args[args.index("--step") + 1]
     return done.output, json.loads(Path(folder, f"run/replay/step_{step}.json").read_text())
 
@@ -295,7 +306,7 @@ def test_a_step_is_what_it_was_on_as_many_ranks_and_on_one(tmp_path, qwen3):
     assert done.code == 0, done.output[-3000:]
 
     text, found = replayed(
-        folder, 2, "--step", "3", "--sample", "2.1", "--algo.policy_loss", "gspo"
+        folder, 2, "--step", "3", "--sample", "2.1", "--gradients", "--algo.policy_loss", "gspo"
     )
     assert found["first_difference"] is None and len(found["compared"]) > 30
     assert all(each["difference"] == 0 for each in found["compared"])  # in every bit
@@ -312,6 +323,10 @@ def test_a_step_is_what_it_was_on_as_many_ranks_and_on_one(tmp_path, qwen3):
     assert [row["text"] for row in rows] == same["tokens"]
     assert [round(row["engine"], 4) for row in rows] == same["logprobs"]
     assert {"trainer", "update", "ratio", "advantage", "mask", "clip", "gradient"} < {*rows[0]}
+    total = found["tokens"]["grad_norm"]
+    assert f"of the update's gradient norm {total:.4g}, " in text
+    assert all((row["grad_norm"] > 0) == (row["mask"] > 0) for row in rows)
+    assert 0 < max(abs(row["grad_share"]) for row in rows) < total
 
     plant(kept_file(folder / "run", 2, "samples", 1))
     Path(folder, "edit.py").write_text(EDIT)
@@ -324,3 +339,8 @@ def test_a_step_is_what_it_was_on_as_many_ranks_and_on_one(tmp_path, qwen3):
     others = [c for c in found["compared"] if c["name"] not in {"rollout log-probs", *of_engine}]
     assert max(each["difference"] for each in others) < 1e-6 and len(others) > 30
     assert found["edited"]["reward/mean"] > 5  # the other reward function has been asked
+
+    plant(kept_file(folder / "run", 1, "samples", 1))
+    text, found = replayed(folder, 2, "--step", "1", code=1)  # nothing is edited, and it differs
+    assert found["first_difference"]["name"] == "rollout log-probs"
+    assert "The first, in the order in which a step computes them: rollout log-probs of" in text

@@ -241,7 +241,7 @@ class FsdpEngine:
             layers_resharded(self.module) if self.keeps_gathered else nullcontext(),
             all_passes(self.module, self.gathers_once),
         ):
-            for mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
+            for mb in PROGRESS.each(self.micro_batches(own), "micro-batches"):
                 inputs = self._inputs(mb)
                 with self._replaying(inputs):
                     found.append((mb, table_of(forward(inputs), columns)))
@@ -264,10 +264,10 @@ class FsdpEngine:
         count = float(num_tokens)
         if count == 0:
             return {}
-        parts = self._micro_batches(batch)
+        parts = self.micro_batches(batch)
         self.optimizer.zero_grad()  # of an update that an exception has ended
         with all_passes(self.module, self.gathers_once):
-            sums = self._gradients(parts, loss_fn, temperature, images)
+            sums = self.backward(parts, loss_fn, temperature, images)
         grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
         totals = reduce_metrics(counted_once(sums, self.team), group)
         lr = learning_rate(self.config.optim, self.num_updates)
@@ -288,11 +288,12 @@ class FsdpEngine:
             result[name] = total if name.endswith("_max") else total / count
         return result
 
-    def _gradients(
+    def backward(
         self, parts: list[MicroBatch], loss_fn: LossFn, temperature: float,
         images: BatchImages | None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Adds up the gradients of all micro-batches. Returns the sums of their metrics."""
+        """Adds up the gradients of all micro-batches, within `all_passes`. Returns the sums of
+        their metrics. Collective."""
         sums: dict[str, Tensor] = {}
         for i, mb in enumerate(PROGRESS.each(parts, "micro-batches")):
             set_replica_sync(self.module, i == len(parts) - 1, self.gathers_once)
@@ -349,7 +350,8 @@ class FsdpEngine:
         packing = Packing.build(mine.seq_lens, device, self.team, mine.prefixes)
         return ModelInputs(mb.batch.to(device), mine, packing)
 
-    def _micro_batches(self, own: Batch) -> list[MicroBatch]:
+    def micro_batches(self, own: Batch) -> list[MicroBatch]:
+        """Cuts this rank's part of a mini-batch. Collective."""
         batch = shared(own, self.team, self.topology.device)
         budget = self.config.micro_batch_tokens * self.config.ulysses
         units: list[Unit] | None = None

@@ -38,6 +38,7 @@ if __name__ != "__main__":  # inside, what is imported here stands above as part
         read_frame,
         write_all,
     )
+    from spmdrl.rewards.sandbox.weak import die_with, harden
 
 STATUSES = ("ok", "error", "time", "cpu", "memory", "output", "processes", "disk", "killed",
             "unjudged")  # fmt: skip
@@ -53,10 +54,11 @@ def run_code(code: str, kind: str) -> int:
     answers; returns the exit code."""
     name = "__main__" if kind == "run" else "solution"
     main = type(sys)(name)
-    vars(main)["__builtins__"] = __builtins__
+    vars(main).update(__builtins__=__builtins__, __file__="main.py")
     sys.modules[name] = sys.modules["__main__"] = main
     sys.argv[:] = ["main.py"]
     try:
+        add_site_builtins()
         load(code, main, kind)
         if kind == "assert":
             sys.set_int_max_str_digits(0)
@@ -70,6 +72,17 @@ def run_code(code: str, kind: str) -> int:
         status = code_of(error)
         show(error)
     return at_exit(status)
+
+
+def add_site_builtins() -> None:
+    """Adds the builtins that Python's module `site` makes, which is not imported in here."""
+    import _sitebuiltins
+    import builtins
+
+    vars(builtins).update(
+        exit=_sitebuiltins.Quitter("exit", "Ctrl-D"), quit=_sitebuiltins.Quitter("quit", "Ctrl-D"),
+        help=_sitebuiltins._Helper(),
+    )  # fmt: skip
 
 
 def load(code: str, main: Any, kind: str) -> None:
@@ -411,60 +424,6 @@ def set_limits(limits: dict[str, Any]) -> None:
         hard = resource.getrlimit(what)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(what, (value, value))
-
-
-# ---- without namespaces
-
-
-def harden(program: bytes, parent: int, packages: list[str]) -> None:
-    """Hardens the weak form: dies with its parent, drops capabilities, sees the standard library
-    only where the kernel has Landlock, and may only call what `program`, a seccomp filter, allows.
-    """
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    die_with(parent)
-    if libc.prctl(38, 1, 0, 0, 0) != 0:  # no_new_privs
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-    landlock(libc, ctypes, packages)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
-    libc.capset(header, (ctypes.c_uint32 * 6)())
-    buffer = ctypes.create_string_buffer(program, len(program))
-    fields = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
-    kind = type("sock_fprog", (ctypes.Structure,), {"_fields_": fields})
-    value = kind(len(program) // 8, ctypes.addressof(buffer))
-    if libc.prctl(22, 2, ctypes.byref(value), 0, 0) != 0:  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
-
-
-def die_with(parent: int) -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it was gone before the line above
-        os._exit(1)
-
-
-def landlock(libc: Any, ctypes: Any, packages: list[str]) -> None:
-    """Reading only in the library folders; the folder of the packages can be listed. Does nothing
-    where the kernel has no Landlock."""
-    access = (ctypes.c_uint64 * 1)((1 << 13) - 1)  # all that its first version handles
-    ruleset = libc.syscall(444, access, 8, 0)
-    if ruleset < 0:
-        return
-    folders = {*sys.path[:3], "/usr/lib", "/lib", "/lib64", "/usr/lib64", "/dev/urandom"}
-    folders |= set(packages)
-    for folder in folders:
-        if not os.path.exists(folder):
-            continue
-        fd = os.open(folder, os.O_PATH)
-        rights = 0b1100 if os.path.isdir(folder) else 0b0100  # read files, list folders
-        rights = 0b1000 if folder in packages[:1] else rights
-        rule = rights.to_bytes(8, "little") + fd.to_bytes(4, "little")
-        libc.syscall(445, ruleset, 1, rule, 0)
-        os.close(fd)
-    libc.syscall(446, ruleset, 0)
-    os.close(ruleset)
 
 
 def main() -> None:

@@ -377,6 +377,8 @@ class Program(Link):
                 return (True, ViewOf(name, value))
             if base.__module__ == "collections" and base.__name__ == "deque":
                 return (True, base(base.__iter__(value), value.maxlen))
+            if base.__module__ == "numpy" and base.__name__ == "ndarray":
+                return (True, base.view(value, base))
         return (False, None)
 
     def encode(self, value: Any) -> Any:

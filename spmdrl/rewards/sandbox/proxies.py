@@ -31,6 +31,9 @@ LOCAL = {  # attributes that a proxy has itself
     "__class__", "__traceback__", "__cause__", "__context__", "__suppress_context__",
     "__notes__", "with_traceback", "__copy__", "__deepcopy__", "_spmdrl_tainted",
 }  # fmt: skip
+# By these, numpy would let an object decide what a function of numpy returns, or where in the
+# judge's memory its data is. `__array__`, which returns data, is not among them.
+HOOKS = ("__array_", "__dlpack")
 
 
 class Unjudged(BaseException):
@@ -65,7 +68,7 @@ class Meta(type):
             try:
                 return super().__getattribute__(name)
             except AttributeError:
-                pass
+                refuse_hook(name)
         channel, place = class_remote(cls)
         return channel.ask("get", place, name)
 
@@ -112,6 +115,12 @@ class Meta(type):
         return str(of_library(cls, "builtins", "repr"))
 
 
+def refuse_hook(name: str) -> None:
+    """Raises AttributeError for a name by which a library would ask the program for a verdict."""
+    if name.startswith(HOOKS) and name != "__array__":
+        raise AttributeError(f"{name} of an object of the program is not used here")
+
+
 def of_library(cls: Any, module: str, name: str, *rest: Any) -> Any:
     channel, _ = class_remote(cls)
     return channel.of_library(module, name, (cls, *rest), {})
@@ -143,6 +152,7 @@ class Remote(metaclass=Meta):
     def __getattribute__(self, name: str) -> Any:
         if name in LOCAL or (name in OPERATORS and has_operator(type(self), name)):
             return object.__getattribute__(self, name)
+        refuse_hook(name)
         channel, place = object.__getattribute__(self, "_spmdrl")
         return channel.ask("get", place, name)
 

@@ -38,6 +38,7 @@ from spmdrl.rewards.sandbox import program as sandbox_program
 from spmdrl.rewards.sandbox import proxies as sandbox_proxies
 from spmdrl.rewards.sandbox import seccomp as sandbox_seccomp
 from spmdrl.rewards.sandbox import values as sandbox_values
+from spmdrl.rewards.sandbox import weak as sandbox_weak
 from spmdrl.rewards.sandbox.limits import children, over_limits
 from spmdrl.rewards.sandbox.values import frame
 
@@ -280,7 +281,7 @@ def lesser_user() -> dict[str, Any]:
 @functools.cache
 def harness(kind: Kind) -> bytes:
     """The program inside, compiled by the Python that will run it; as much as this kind needs."""
-    modules = [sandbox_values, sandbox_inside]
+    modules = [sandbox_values, sandbox_weak, sandbox_inside]
     if kind != "run":
         modules.insert(1, sandbox_program)
     if kind == "assert":
@@ -323,11 +324,12 @@ def bubblewrap() -> tuple[str, ...]:
 
 
 def visible() -> list[str]:
-    """The interpreter, its library and the C libraries: no command, no home, no settings."""
+    """The interpreter, its library, the C libraries and the time zones: no command, no home, no
+    settings."""
     prefixes = {os.path.realpath(p) for p in (sys.base_prefix, sys.base_exec_prefix)}
     wanted = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", os.path.realpath(sys.executable)]
     wanted += [f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64")]
-    wanted += packages()[1:]
+    wanted += [*packages()[1:], "/usr/share/zoneinfo"]
     stdlib = os.path.realpath(sysconfig.get_path("stdlib"))
     if not any(stdlib.startswith(os.path.realpath(place) + "/") for place in wanted):
         wanted.append(stdlib)

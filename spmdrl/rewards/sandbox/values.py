@@ -120,6 +120,14 @@ VALUES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 }
 
 
+def is_of_numpy(kind: type) -> bool:
+    """Whether it is numpy's array, or a number of numpy; not so a class that is based on one."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and (
+        kind is numpy.ndarray or (kind.__module__ == "numpy" and issubclass(kind, numpy.generic))
+    )
+
+
 def make_value(name: str, arguments: list[Any]) -> Any:
     """The inverse of VALUES[name]. Raises KeyError for a name that is not there."""
     VALUES[name]
@@ -310,7 +318,7 @@ class Link:
         name = value_name(kind)
         if name is not None:
             return ["v", name, self.encode_all(VALUES[name](value))]
-        if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+        if is_of_numpy(kind):
             return self.encode_numpy(value)
         return self.hold(value)
 
@@ -329,7 +337,7 @@ class Link:
         return self.encode_all(value)
 
     def encode_numpy(self, value: Any) -> Any:
-        if not hasattr(value, "ravel") or type(value).__name__ != "ndarray":  # one number
+        if type(value).__name__ != "ndarray":  # one number
             return ["n", str(value.dtype), value.tobytes().decode("latin-1")]
         known = self.numbers.get(id(value))
         if known is not None:

@@ -172,8 +172,9 @@ def aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 SHOWN_COLUMNS = (
     "engine", "trainer", "update", "ratio", "ref", "value", "advantage", "mask", "weight", "clip",
-    "gradient",
+    "gradient", "grad_norm", "grad_share",
 )  # fmt: skip
+SMALL_COLUMNS = frozenset({"gradient", "grad_share"})  # of either sign, and far below 1
 
 
 def token_lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -182,7 +183,7 @@ def token_lines(rows: list[dict[str, Any]]) -> list[str]:
     table: list[tuple[str, ...]] = [("token", *names)]
     for row in rows:
         cells = (
-            f"{row[name]:.4g}" if name != "gradient" else f"{row[name]:+.2e}" for name in names
+            f"{row[name]:+.2e}" if name in SMALL_COLUMNS else f"{row[name]:.4g}" for name in names
         )
         table.append((f"{row['position']} {row['text']!r}", *cells))
     return aligned(table)

@@ -24,6 +24,7 @@ from spmdrl.training.remote_scoring import score
 from spmdrl.training.replay.plan import ReplayPlan, read_share
 from spmdrl.training.replay.run_config import placed
 from spmdrl.training.replay.sequence_sums import SequenceSums, merged_sums, sums_of
+from spmdrl.training.replay.token_gradients import measured
 from spmdrl.training.replay.token_table import TokenTable, token_table
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.rl import restore_algorithm
@@ -54,12 +55,14 @@ class StepNumbers:
 
 
 def rerun(
-    plan: ReplayPlan, runtime: Runtime, edit: Edit | None, address: tuple[int, int] | None
-) -> StepNumbers | None:
+    plan: ReplayPlan, runtime: Runtime, edit: Edit | None, address: tuple[int, int] | None,
+    gradients: bool = False,
+) -> StepNumbers | None:  # fmt: skip
     """Loads the checkpoint and runs the steps up to plan.step; the last with the edit, if any.
 
-    address: group and index of the sample whose tokens are looked at. Returns None on all ranks but
-    the first. Raises ConfigError where the edit needs what the run has not got. Collective.
+    address: group and index of the sample whose tokens are looked at; gradients: also at what each
+    adds to the gradient. Returns None on all ranks but the first. Raises ConfigError where the edit
+    needs what the run has not got. Collective.
     """
     roles = build_roles(plan, runtime, edit)
     try:
@@ -67,15 +70,16 @@ def rerun(
         for step in range(plan.done + 1, plan.step):
             with PROGRESS.step(step, plan.step):
                 train_step(roles, partial(kept_samples, plan, roles), step, push=False)
-        return last_step(plan, roles, edit, address)
+        return last_step(plan, roles, edit, address, gradients)
     finally:
         if roles.sampler.rewards is not None:
             roles.sampler.rewards.close()
 
 
 def last_step(
-    plan: ReplayPlan, roles: Roles, edit: Edit | None, address: tuple[int, int] | None
-) -> StepNumbers | None:
+    plan: ReplayPlan, roles: Roles, edit: Edit | None, address: tuple[int, int] | None,
+    gradients: bool,
+) -> StepNumbers | None:  # fmt: skip
     """Runs plan.step itself and gathers what it has computed. Collective."""
     config = plan.config if edit is None else edit.config
     logged = 0 if address is None else EVERY
@@ -88,6 +92,7 @@ def last_step(
     coefs = roles.kl_coef, entropy_bonus(roles)  # the step sets those of the next one
     make = partial(kept_samples, plan, roles)
     make = make if edit is None else partial(judged_again, roles, edit, make)
+    engine = measured(roles, address) if address is not None and gradients else None
     with PROGRESS.step(plan.step, plan.step):
         batches = train_step(roles, make, plan.step, push=False)
     roles.post.wait_until_delivered()
@@ -96,13 +101,14 @@ def last_step(
         own = batches.of(roles.actor)
         tokens = None
         if address is not None:
-            tokens = token_table(roles, own, batches.recorder, address, coefs)
+            found = None if engine is None else engine.last
+            tokens = token_table(roles, own, batches.recorder, address, coefs, found)
         everyone = gather_to_first((sums_of(own), tokens), roles.topology.control)
     if everyone is None:
         return None
     sums = merged_sums([part for part, _ in everyone])
-    found = next((table for _, table in everyone if table is not None), None)
-    return StepNumbers(dict(batches.metrics), sums, found)
+    table = next((table for _, table in everyone if table is not None), None)
+    return StepNumbers(dict(batches.metrics), sums, table)
 
 
 def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:

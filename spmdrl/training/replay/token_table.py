@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.objectives import policy_objective
+from spmdrl.engines.fsdp.token_gradients import TokenGradients
 from spmdrl.training.logs.sample_tokens import SampleRecorder, places, token_texts
 from spmdrl.training.roles import Roles
 from spmdrl.types import Batch
@@ -24,15 +25,17 @@ class TokenTable:
     reward: float
     valid: bool
     rows: list[Row]
+    grad_norm: float | None = None  # of the last update with the sample, where it was measured
 
 
 def token_table(
     roles: Roles, batches: list[Batch], recorder: SampleRecorder, address: tuple[int, int],
-    coefs: tuple[float, float],
+    coefs: tuple[float, float], measured: TokenGradients | None = None,
 ) -> TokenTable | None:  # fmt: skip
     """Makes the table of a sample from what its step has computed; None where another rank has it.
 
     address: its group and index in the step. coefs: of the KL and of the entropy in this step.
+    measured: what its tokens add to the gradient.
     """
     stride = 1 + roles.config.algo.replay_steps
     wanted = frozenset({(address[0] * stride, address[1])})
@@ -41,15 +44,17 @@ def token_table(
             seq = int((batch.cu_seqlens == tokens.start).nonzero()[-1])
             own = batch.select([seq]).to(torch.device("cpu"))
             last = recorder.logprobs().get(found)
-            rows = token_rows(roles, own, last, coefs)
+            rows = token_rows(roles, own, last, coefs, measured)
             valid = bool(own.valid[0] > 0)
-            return TokenTable(int(own.prompts[0]), float(own.rewards[0]), valid, rows)
+            norm = None if measured is None else measured.whole
+            return TokenTable(int(own.prompts[0]), float(own.rewards[0]), valid, rows, norm)
     return None
 
 
 def token_rows(
-    roles: Roles, own: Batch, last: Tensor | None, coefs: tuple[float, float]
-) -> list[Row]:
+    roles: Roles, own: Batch, last: Tensor | None, coefs: tuple[float, float],
+    measured: TokenGradients | None,
+) -> list[Row]:  # fmt: skip
     """own: the sample alone. last: (num_tokens,) log-probabilities in the step's last update; None:
     it had none.
     """
@@ -69,6 +74,11 @@ def token_rows(
     if last is not None and old is not None:
         columns["ratio"] = (last - old).exp()
         columns |= gradients(roles, own, last, coefs)
+    if measured is not None:
+        for name, values in (("grad_norm", measured.norms), ("grad_share", measured.shares)):
+            column = torch.zeros(own.num_tokens, dtype=torch.float64)
+            column[measured.positions] = torch.tensor(values, dtype=torch.float64)
+            columns[name] = column
     texts = token_texts(roles.tokenizer, own.token_ids[first:].tolist())
     shown = {
         name: values[first:].tolist() for name, values in columns.items() if values is not None
