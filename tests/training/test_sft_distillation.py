@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ def row(n: int) -> dict[str, str]:
     return {"prompt": f"{n}+{n % 7}=", "response": f"{n + n % 7}" * (1 + n % 3)}
 
 
+def write_rows(path: Path, numbers: Iterable[int]) -> None:
+    path.write_text("".join(json.dumps(row(n)) + "\n" for n in numbers))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A student, and a teacher of another size."""
@@ -57,8 +62,8 @@ def folder(tmp_path_factory):
         patch.setattr("tiny_models.CHARS", CHARS[:VOCAB])
         save_qwen3(path / "student", vocab_size=VOCAB, num_hidden_layers=1)
         save_qwen3(path / "teacher", seed=1, vocab_size=VOCAB, initializer_range=0.15)
-    for name, numbers in (("rows", range(14)), ("held_out", range(20, 28))):
-        Path(path, f"{name}.jsonl").write_text("".join(json.dumps(row(n)) + "\n" for n in numbers))
+    write_rows(path / "rows.jsonl", range(14))
+    write_rows(path / "held_out.jsonl", range(20, 28))
     Path(path, "cfg.py").write_text(CONFIG)
     return path
 
@@ -73,7 +78,7 @@ def sft(folder: Path, ranks: int, name: str, *args: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """On one rank; all rows in a step."""
+    """On one rank."""
     return sft(folder, 1, "alone")
 
 
@@ -135,7 +140,7 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(folder):
     weights = list(model_of(folder / "student").parameters())
     gradient = torch.autograd.grad(loss, weights)
     norm = torch.stack([part.norm() for part in gradient]).norm()
-    assert float(distance) > 0.05
+    assert float(distance.detach()) > 0.05
     assert found["sft/loss"] == pytest.approx(float(loss), rel=1e-5)
     assert found["sft/cross_entropy"] == pytest.approx(float(cross_entropy), rel=1e-5)
     assert found["sft/distillation_loss"] == pytest.approx(float(distance), rel=1e-5)
@@ -199,19 +204,21 @@ def test_resumed_is_bit_for_bit_the_run_left_alone(folder, sharded):
 
 
 def test_a_teacher_alone_draws_the_student_to_it(folder):
-    """An adapter learns from six of the teacher's tokens; measured over all of them."""
+    """It learns from six of the teacher's tokens; measured over all of them."""
+    write_rows(folder / "many.jsonl", [*range(20), *range(28, 120)])
     rows = sft(
-        folder, 1, "taught", *ALONE, "--steps", "30", "--eval_every", "0", "--actor.lora.rank", "8",
+        folder, 1, "taught", *ALONE, "--data.train", "many.jsonl", "--data.batch_size", "28",
+        "--steps", "40", "--eval_every", "0", "--actor.optim.lr", "3e-3",
         "--distillation.loss", "forward_kl", "--distillation.beta", "0.5",
-        "--distillation.topk", "6", "--actor.optim.lr", "1e-2",
+        "--distillation.topk", "6",
     )  # fmt: skip
     before, after = (
         float(means(folder, name, range(20, 28), beta=0.0)[1].detach())
         for name in ("student", "out_taught")
     )
-    assert after < 0.7 * before, (before, after)
+    assert after < 0.75 * before, (before, after)
     assert rows[-1]["eval/distillation_loss"] < after  # merged events say less
-    assert rows[-1]["eval/distillation_loss"] < 0.7 * rows[0]["eval/distillation_loss"]
+    assert rows[-1]["eval/distillation_loss"] < 0.6 * rows[0]["eval/distillation_loss"]
     for found in rows[1:]:
         assert found["sft/loss"] == pytest.approx(found["sft/distillation_loss"], rel=1e-5)
         assert found["sft/student_mass"] < 1 and 0.2 < found["sft/teacher_mass"] < 1
@@ -219,7 +226,9 @@ def test_a_teacher_alone_draws_the_student_to_it(folder):
 
 
 def test_the_teacher_sees_the_images_of_a_row(tmp_path):
-    """A copy of the student is at distance 0 from it, so it has seen the same."""
+    """A copy of the student is at distance 0 from it, so it has seen the same; then the student's
+    adapter leads it away.
+    """
     save_qwen_vl(tmp_path / "student")
     shutil.copytree(tmp_path / "student", tmp_path / "teacher")
     for n in range(6):
@@ -233,10 +242,11 @@ def test_the_teacher_sees_the_images_of_a_row(tmp_path):
         Path(tmp_path, f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     text = CONFIG.replace(f"topk={VOCAB}", "topk=64").replace("beta=0.3, ", "")
     Path(tmp_path, "cfg.py").write_text(text)
-    found = sft(tmp_path, 2, "run", "--steps", "1")
+    found = sft(tmp_path, 2, "run", "--steps", "2", "--actor.lora.rank", "4", "--actor.optim.lr",
+                "1e-2")  # fmt: skip
     assert abs(found[0]["eval/distillation_loss"]) < 1e-6
     assert found[0]["eval/student_mass"] == pytest.approx(found[0]["eval/teacher_mass"], rel=1e-5)
-    assert found[1]["eval/distillation_loss"] > 1e-6  # the cross-entropy has led it away
+    assert found[2]["eval/distillation_loss"] > 1e-4
 
 
 def test_a_dry_run_shows_the_teacher(folder):
