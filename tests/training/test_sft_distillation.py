@@ -140,18 +140,18 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(folder):
     weights = list(model_of(folder / "student").parameters())
     gradient = torch.autograd.grad(loss, weights)
     norm = torch.stack([part.norm() for part in gradient]).norm()
-    assert float(distance.detach()) > 0.05
-    assert found["sft/loss"] == pytest.approx(float(loss), rel=1e-5)
-    assert found["sft/cross_entropy"] == pytest.approx(float(cross_entropy), rel=1e-5)
-    assert found["sft/distillation_loss"] == pytest.approx(float(distance), rel=1e-5)
-    assert found["sft/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert distance.item() > 0.05
+    assert found["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["sft/cross_entropy"] == pytest.approx(cross_entropy.item(), rel=1e-5)
+    assert found["sft/distillation_loss"] == pytest.approx(distance.item(), rel=1e-5)
+    assert found["sft/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     for name in ("sft/teacher_mass", "sft/student_mass"):
         assert found[name] == pytest.approx(1, abs=1e-5)
     for name, at in (("student", 0), ("out_whole", 1)):
         cross_entropy, distance = means(folder, name, range(20, 28))
         evaluated = metrics_of(folder / "whole")[at]
-        assert evaluated["eval/loss"] == pytest.approx(float(cross_entropy), rel=1e-5)
-        assert evaluated["eval/distillation_loss"] == pytest.approx(float(distance), rel=1e-5)
+        assert evaluated["eval/loss"] == pytest.approx(cross_entropy.item(), rel=1e-5)
+        assert evaluated["eval/distillation_loss"] == pytest.approx(distance.item(), rel=1e-5)
 
 
 # ---- ranks, engines
@@ -213,7 +213,7 @@ def test_a_teacher_alone_draws_the_student_to_it(folder):
         "--distillation.topk", "6",
     )  # fmt: skip
     before, after = (
-        float(means(folder, name, range(20, 28), beta=0.0)[1].detach())
+        means(folder, name, range(20, 28), beta=0.0)[1].item()
         for name in ("student", "out_taught")
     )
     assert after < 0.75 * before, (before, after)
