@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from spmdrl.algo.preference_terms import Terms
     from spmdrl.data.images import BatchImages
     from spmdrl.engines.base import TrainEngine
-    from spmdrl.training.supervised import Objective, Share, Task
+    from spmdrl.training.row_share import Share
+    from spmdrl.training.supervised import Objective, Task
     from spmdrl.types import Batch
 
 

@@ -9,13 +9,14 @@ resumes as python -m spmdrl.ppo does.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import fire
 
 from spmdrl.cli.help import asks_for_help
-from spmdrl.config import SftConfig
+from spmdrl.config import DistillationConfig, SftConfig
 from spmdrl.training.supervised_program import run_program
 
 if TYPE_CHECKING:
@@ -53,15 +54,24 @@ def check(config: SftConfig, world: int) -> None:
 
 
 def task(config: SftConfig) -> Task:
+    from spmdrl.algo.distillation import distilling
     from spmdrl.data.sft import SftDataset
-    from spmdrl.training.logs.curves import LOSS
+    from spmdrl.training.logs.curves import DIVERGENCE, LOSS
     from spmdrl.training.supervised import Task, over_tokens
 
-    return Task(
+    given = Task(
         name="sft", kind="policy", load=SftDataset.load,
         objective=partial(over_tokens, cross_entropy, negative_logprobs),
         summary=with_perplexity, shown=("sft/loss", "sft/grad_norm"), curve=LOSS,
         row_sequences=1,
+    )  # fmt: skip
+    if config.distillation is None:
+        return given
+    loss_fn = distilling(partial(beside_teacher, config.cross_entropy_coef), config.distillation)
+    measure = partial(distance_to_teacher, config.distillation)
+    return replace(
+        given, objective=partial(over_tokens, loss_fn, measure), curve=DIVERGENCE,
+        shown=("sft/loss", "sft/distillation_loss", "sft/grad_norm"),
     )  # fmt: skip
 
 
@@ -72,6 +82,14 @@ def cross_entropy(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor,
     return loss, {"entropy": (entropy.detach() * mb.loss_mask).sum()}
 
 
+def beside_teacher(
+    coef: float, logprobs: Tensor, entropy: Tensor, mb: Batch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """coef times the cross-entropy, which is then a metric of its own: the loss is more than it."""
+    loss, sums = cross_entropy(logprobs, entropy, mb)
+    return coef * loss, sums | {"cross_entropy": -(logprobs.detach() * mb.loss_mask).sum()}
+
+
 def negative_logprobs(
     model: TrainEngine, batch: Batch, images: BatchImages | None
 ) -> dict[str, Tensor]:
@@ -80,9 +98,23 @@ def negative_logprobs(
     return {"loss": -logprobs.double().sum()}
 
 
+def distance_to_teacher(
+    config: DistillationConfig, model: TrainEngine, batch: Batch, images: BatchImages | None
+) -> dict[str, Tensor]:
+    """The cross-entropy and the divergence to the teacher, in one pass without gradient."""
+    from spmdrl.algo.distillation import distillation_losses, distillation_metrics
+
+    found = model.logprobs(batch, temperature=1.0, images=images, teacher=True)
+    teacher, student = batch.teacher_logprobs, found.student_logprobs
+    assert teacher is not None and student is not None
+    losses = distillation_losses(teacher, student, config)
+    sums = distillation_metrics(losses.double(), teacher.double(), student.double(), batch, config)
+    return {"loss": -found.logprobs.double().sum()} | sums
+
+
 def with_perplexity(means: dict[str, float]) -> dict[str, float]:
     loss = means["loss"]
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # what a float holds
+    return means | {"perplexity": math.exp(min(loss, 700.0))}  # what a float holds
 
 
 if __name__ == "__main__":

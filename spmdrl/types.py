@@ -191,11 +191,12 @@ class Batch:
     ref_logprobs: Tensor | None = None  # (num_tokens,) float32
     # (num_seqs,) float64: the reference's log-probability of each answer, the sum over its tokens
     ref_sums: Tensor | None = None
-    # with algo.distillation: the k tokens that the teacher finds most likely in the place of each
+    # with distillation: the k tokens that the teacher finds most likely in the place of each
     # unmasked token, (num_tokens, k) int32, and its log-probabilities of them, float32
     teacher_ids: Tensor | None = None
     teacher_logprobs: Tensor | None = None
-    # (num_tokens, k) float32: the policy's log-probabilities of teacher_ids, within an update alone
+    # (num_tokens, k) float32: the policy's log-probabilities of teacher_ids, within an update or
+    # while it is measured
     student_logprobs: Tensor | None = None
     prm_logprobs: Tensor | None = None  # (num_tokens,) float32, of the process reward model
     values: Tensor | None = None  # (num_tokens,) float32
@@ -265,6 +266,8 @@ class PolicyStats(NamedTuple):
     # of the most probable tokens, largest first: (num_tokens, top_k) float32 and int32
     top_logprobs: Tensor | None = None
     top_ids: Tensor | None = None
+    # of the batch's teacher_ids: (num_tokens, k) float32
+    student_logprobs: Tensor | None = None
 
 
 SEQ_FIELDS = frozenset({

@@ -109,16 +109,21 @@ def by_role() -> dict[str, set[str]]:
     objectives, pair = "algo/objectives.py", keys_of("algo/preference.py", "pair_terms")
     parts = ("policy_objective", "rollout_difference", "tokens_above_cut", "near_policy")
     around = keys_of(objectives, *parts)
-    around |= keys_of("algo/distillation.py", "distillation_metrics")
+    taught = keys_of("algo/distillation.py", "distillation_metrics")
+    around |= taught
     answers = answer_terms()
     return {
         "actor": every | mtp | around | keys_of("algo/losses.py") | {"<>"} | pair_answer_terms(),
         "critic": every | keys_of(objectives, "value_objective"),
         "prm": every | keys_of(objectives, "prm_objective"),
-        "sft": every | mtp | keys_of("sft.py", "cross_entropy"),
+        "sft": every | mtp | taught | keys_of("sft.py", "cross_entropy", "beside_teacher"),
         "preference": every | answers | {"entropy", "<>"},
         "reward_model": every | pair,
-        "eval": keys_of("sft.py", "with_perplexity") | pair | answers | of_evaluation(),
+        "eval": keys_of("sft.py", "negative_logprobs", "with_perplexity")
+        | taught
+        | pair
+        | answers
+        | of_evaluation(),
     }
 
 

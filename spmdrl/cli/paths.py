@@ -37,7 +37,7 @@ def check_paths(config: RunConfig, sets: tuple[str, ...] = ("train", "eval")) ->
     check_resume(config.resume)
     check_writable("run_dir", config.run_dir)
     if isinstance(config, SupervisedConfig):
-        check_out(config.out, config.model)
+        check_out(config.out, config)
 
 
 def model_fields(config: RunConfig) -> dict[str, str]:
@@ -159,13 +159,14 @@ def check_folder(name: str, path: str) -> None:
         raise ConfigError(f"{name}={path!r}: no such folder (looked from {Path.cwd()})")
 
 
-def check_out(out: str, model: str) -> None:
+def check_out(out: str, config: SupervisedConfig) -> None:
     check_writable("out", out)
-    if os.path.isdir(model) and os.path.isdir(out) and os.path.samefile(out, model):
-        raise ConfigError(
-            f"out={out!r} is the folder of the model that is trained, which would be overwritten: "
-            "name another"
-        )
+    for field, model in model_fields(config).items():
+        if os.path.isdir(model) and os.path.isdir(out) and os.path.samefile(out, model):
+            what = "the model that is trained" if field == "model" else field
+            raise ConfigError(
+                f"out={out!r} is the folder of {what}, which would be overwritten: name another"
+            )
 
 
 def check_writable(name: str, path: str) -> None:

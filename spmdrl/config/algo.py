@@ -51,7 +51,7 @@ class DistillationConfig:
     beta: float = 0.5  # of jsd: near 0 as forward_kl, near 1 as reverse_kl
     # all other tokens count as one; without it forward_kl is verl's forward_kl_topk
     tail: bool = True
-    coef: float = 1.0  # of its loss, beside that of the rewards
+    coef: float = 1.0  # of its loss, beside that of the rewards or of the given responses
     loss_max_clamp: float | None = None  # nats: a token's loss is at most this; verl's is 10
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spmdrl.config.algo import AlgoConfig
+from spmdrl.config.algo import AlgoConfig, DistillationConfig
 from spmdrl.config.base import Environment, RewardFn
 from spmdrl.config.data import AnswerDataConfig, DataConfig, PreferenceDataConfig, SftDataConfig
 from spmdrl.config.rewards import JudgeConfig, RewardConfig, RewardModelConfig, SandboxConfig
@@ -87,10 +87,16 @@ class SupervisedConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig(SupervisedConfig):
-    """Supervised fine-tuning: cross-entropy on the responses."""
+    """Supervised fine-tuning: cross-entropy on the responses, a teacher's distribution over their
+    tokens, or both.
+    """
 
     data: SftDataConfig = field(kw_only=False)
     run_dir: str = "runs/sft"
+    # learn from the distribution of ref.model in each place of the responses. docs/distillation.md
+    distillation: DistillationConfig | None = None
+    ref: TrainConfig = field(default_factory=TrainConfig)  # of distillation: the teacher
+    cross_entropy_coef: float = 1.0  # beside distillation; 0: the teacher alone
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from spmdrl.config import ConfigError, PpoConfig, TrainConfig
+from spmdrl.config import ConfigError, PpoConfig, SftConfig, SupervisedConfig, TrainConfig
 
 Ranks = tuple[int, ...]  # of the job, ascending
 ROLES = ("actor", "rollout", "ref", "critic", "prm", "reward")
@@ -74,9 +74,15 @@ def place(config: PpoConfig, world: int) -> Placement:
     return Placement(roles)
 
 
-def training_roles(config: PpoConfig) -> dict[str, TrainConfig]:
-    """The roles of this run that hold a trainer's model, by name."""
+def training_roles(config: PpoConfig | SupervisedConfig) -> dict[str, TrainConfig]:
+    """The roles of this run that hold a trainer's model, by name. Those of a SupervisedConfig live
+    on all ranks.
+    """
     roles = {"actor": config.actor}
+    if isinstance(config, SupervisedConfig):
+        if isinstance(config, SftConfig) and config.distillation is not None:
+            roles["ref"] = config.ref
+        return roles
     if config.algo.needs_reference or config.prm is not None:
         roles["ref"] = config.ref
     if config.critic is not None:

@@ -36,10 +36,11 @@ class TrainEngine(Protocol):
 
     def logprobs(
         self, batch: Batch, temperature: float, pi_squared: bool = False,
-        images: BatchImages | None = None, top_k: int = 0,
+        images: BatchImages | None = None, top_k: int = 0, teacher: bool = False,
     ) -> PolicyStats:  # fmt: skip
         """Log-probability and entropy of every unmasked token; sums of squares where wanted, or
-        with top_k of 1 to 64 the most probable tokens.
+        with top_k of 1 to 64 the most probable tokens, or with `teacher` the log-probabilities of
+        the batch's teacher_ids.
         """
         ...
 

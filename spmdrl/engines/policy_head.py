@@ -36,8 +36,13 @@ def head_results(
     return logprobs, entropy, top.float(), top_ids.float()
 
 
-def num_columns(pi_squared: bool, top_k: int) -> int:
-    """Returns how many rows `table_of` has of what a pass without gradient is asked for."""
+def num_columns(pi_squared: bool, top_k: int, batch: Batch, teacher: bool) -> int:
+    """Returns how many rows `table_of` has of what a pass without gradient is asked for. teacher:
+    the log-probabilities of the batch's teacher_ids.
+    """
+    if teacher:
+        assert batch.teacher_ids is not None and not (top_k or pi_squared)
+        return 2 + batch.teacher_ids.shape[1]
     return 2 + 2 * top_k if top_k else 3 if pi_squared else 2
 
 
@@ -49,8 +54,11 @@ def table_of(found: Sequence[Tensor], columns: int) -> Tensor:
     return torch.cat(rows)[:columns]
 
 
-def policy_stats(table: Tensor, top_k: int) -> PolicyStats:
+def policy_stats(table: Tensor, top_k: int, teacher: bool) -> PolicyStats:
     """table: as table_of makes it, of all tokens of a batch."""
+    if teacher:
+        students = table[2:].T.contiguous()
+        return PolicyStats(table[0].clone(), table[1].clone(), student_logprobs=students)
     if not top_k:
         return PolicyStats(*table)
     top, ids = table[2:].chunk(2)

@@ -67,7 +67,8 @@ NOTES = {  # what to do about settings
     "by data_source, where the mixture's are shares of each data set's rows: docs/mixtures.md",
 }
 TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of GRPOTrainer
-OTHERS = ("DPOConfig", "SFTConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "PPOConfig")
+OTHERS = ("DPOConfig", "SFTConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "PPOConfig",
+          "GKDConfig")  # fmt: skip
 LOSSES = {"grpo": "seq_mean_token_mean", "bnpo": "token_mean", "dapo": "token_mean",
           "dr_grpo": "seq_mean_token_sum_norm", "cispo": "token_mean", "sapo": None,
           "luspo": None, "vespo": "token_mean"}  # fmt: skip
@@ -173,8 +174,8 @@ def value_of(node: ast.expr, defaults: Mapping[str, Any]) -> Any:
 def refusal(name: str) -> ConfigError:
     return ConfigError(
         f"{name} of TRL has no translation: only GRPOConfig has one. docs/sft.md, "
-        "docs/preference.md and docs/reward_model.md have the fields of fine-tuning, of DPO and "
-        "the like, and of reward models"
+        "docs/preference.md, docs/reward_model.md and docs/distillation.md have the fields of "
+        "fine-tuning, of DPO and the like, of reward models, and of GKD"
     )
 
 

@@ -33,8 +33,9 @@ from spmdrl.data.answers import AnswerDataset
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.engines.base import TrainEngine
+from spmdrl.training.row_share import share_of
 from spmdrl.training.run_identity import digest_of, files_print, model_print, tokenizer_print
-from spmdrl.training.supervised import SupervisedRun, share_of
+from spmdrl.training.supervised import SupervisedRun
 from spmdrl.types import Batch
 
 BLOCK_ROWS = 1024

@@ -26,7 +26,7 @@ from spmdrl.algo.losses import PolicyLoss, loss_options
 from spmdrl.algo.preference_losses import PreferenceLoss, needs_reference, preference_options
 from spmdrl.cli.arguments import field_text
 from spmdrl.cli.function_code import as_text, code_of, is_users
-from spmdrl.config import MOVED, PpoConfig, PreferenceTrainingConfig, RunConfig
+from spmdrl.config import MOVED, PpoConfig, PreferenceTrainingConfig, RunConfig, SupervisedConfig
 from spmdrl.data.pictures import pictures_of
 from spmdrl.data.table_files import BadRow, Files
 from spmdrl.distributed.placement import training_roles
@@ -68,11 +68,7 @@ def identity(config: RunConfig, tokenizer: Any, files: Iterable[Files] = ()) -> 
         "tokenizers": {"model": tokenizer_print(tokenizer)},
         "code": {},
     }  # fmt: skip
-    if isinstance(config, PreferenceTrainingConfig):
-        loss = config.preference.loss
-        found["code"] = {"loss": {"preference.loss": function_print(loss)}}
-    if isinstance(config, PpoConfig):
-        found["code"] = code_prints(config)
+    if isinstance(config, PpoConfig | SupervisedConfig):
         for name, role in training_roles(config).items():
             if name == "ref" or role.model is not None:
                 path = role.model or config.model
@@ -80,6 +76,11 @@ def identity(config: RunConfig, tokenizer: Any, files: Iterable[Files] = ()) -> 
                 is_base = config.actor.lora is not None and path == config.model
                 weigh = name == "ref" and not is_base
                 found["models"][name] = model_print(path, with_weights=weigh)
+    if isinstance(config, PreferenceTrainingConfig):
+        loss = config.preference.loss
+        found["code"] = {"loss": {"preference.loss": function_print(loss)}}
+    if isinstance(config, PpoConfig):
+        found["code"] = code_prints(config)
         scorers = {"reward_model": config.reward_model, "judge": config.judge}
         for name, scorer in scorers.items():
             if scorer is not None:

@@ -30,11 +30,11 @@ from spmdrl.config import (
 )
 from spmdrl.data.answers import as_sft
 from spmdrl.data.images import BatchImages, ImageProcessor
-from spmdrl.data.packing import partition, sequence_work
 from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.row_reports import left_out_lines
 from spmdrl.data.supervised_rows import Rows
 from spmdrl.distributed.collectives import sum_over_ranks
+from spmdrl.distributed.placement import training_roles
 from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines.base import LossFn, TrainEngine
@@ -57,27 +57,15 @@ from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.loop import TrainingRun
 from spmdrl.training.measurements import report, timing
 from spmdrl.training.roles import Trainer, update
+from spmdrl.training.row_share import Share, take_share
 from spmdrl.training.run_length import with_length
 from spmdrl.training.run_state import RunState
 from spmdrl.training.runtime import Runtime
+from spmdrl.training.teacher import Teacher, ask_teacher, build_teacher
 from spmdrl.types import Batch
 from spmdrl.weights.holders import agree_on_shards
 
 BUCKET_BYTES = 512 << 20  # gathered at once
-
-
-@dataclass(frozen=True)
-class Share:
-    """The rows of a step, or of a part of an evaluation: what all ranks take and what is this
-    rank's.
-    """
-
-    rows: Rows
-    actor: Trainer
-    mine: list[int]  # this rank's rows
-    batch: Batch  # of these; its loss_weights are one over num_tokens
-    num_rows: int  # of all ranks
-    num_tokens: float  # unmasked ones of all ranks
 
 
 @dataclass(frozen=True)
@@ -138,6 +126,7 @@ class SupervisedRun:
     order: PromptOrder
     tokenizer: Any
     spans: SpanLog
+    teacher: Teacher | None  # of distillation
 
 
 def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
@@ -183,9 +172,11 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedR
         name_padding(actor.model.pretrained[0], tokenizer)
     for name, value in task.notes.items():
         note(actor.model.pretrained[0], name, value)
+    teacher = build_teacher(config, runtime, actor, rows)
     run = SupervisedRun(
-        task, config, runtime, actor, rows, held_out, order, tokenizer, SpanLog(runtime.phases)
-    )
+        task, config, runtime, actor, rows, held_out, order, tokenizer, SpanLog(runtime.phases),
+        teacher,
+    )  # fmt: skip
     task.prepare(run)
     return run
 
@@ -257,6 +248,9 @@ def one_step(run: SupervisedRun, step: int) -> dict[str, float]:
     with phases("data"):
         indices = run.order.next_step()
         share = take_share(run.rows, indices, run.actor)
+    if run.teacher is not None:
+        with phases("ref_logprobs"):
+            ask_teacher(run.teacher, share)
     with phases("update"):
         loss_fn = task.objective(share).loss_fn
         updated = update(run.actor, share.batch, loss_fn, 1.0, nan_updates)
@@ -280,6 +274,8 @@ def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str
         for first in range(0, len(rows), config.data.batch_size):
             chosen = range(first, min(first + config.data.batch_size, len(rows)))
             share = take_share(rows, list(chosen), run.actor)
+            if run.teacher is not None:
+                ask_teacher(run.teacher, share)
             objective = run.task.objective(share)
             measured = objective.measure(run.actor.model, share.batch, rows.images)
             for name, value in measured.items():
@@ -308,27 +304,6 @@ def finish(run: SupervisedRun, log: RunLog) -> None:
         if config.actor.lora is not None:
             actor.save_adapter(Path(config.out, "adapter"))
     log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
-
-
-def share_of(rows: Rows, indices: list[int], actor: Trainer) -> list[int]:
-    """Returns the rows that this rank is given; all ranks that are given any have the same work."""
-    rank = actor.topology.rank
-    if rank not in actor.ranks:
-        return []
-    work = sequence_work(torch.from_numpy(rows.measured.num_tokens[indices]))
-    mine = partition(work.tolist(), len(actor.ranks))[actor.ranks.index(rank)]
-    return [indices[i] for i in mine]
-
-
-def take_share(rows: Rows, indices: list[int], actor: Trainer) -> Share:
-    """This rank's share of the rows, weighted by one over the unmasked tokens of all ranks.
-    Collective.
-    """
-    mine = share_of(rows, indices, actor)
-    batch = rows.batch(mine)
-    num_tokens = sum_over_ranks(float(batch.loss_mask.sum()), actor.topology)
-    batch.loss_weights = batch.loss_mask / max(num_tokens, 1.0)
-    return Share(rows, actor, mine, batch, len(indices), num_tokens)
 
 
 def export(
@@ -376,7 +351,8 @@ def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, dry: Dry) 
     config = with_length(config, len(rows))
     check_steps(config, ranks)
     lines = shown("train", rows) + (shown("eval", held_out) if held_out else [])
-    lines += trial_lines([config.model] if config.actor.engine == "fsdp" else [])
+    tried = [role for role in training_roles(config).values() if role.engine == "fsdp"]
+    lines += trial_lines([role.model or config.model for role in tried])
     if runtime.is_main:
         plan = describe_supervised(
             config, ranks, len(rows), task.kind, task.row_sequences, rows.measured.num_tokens,

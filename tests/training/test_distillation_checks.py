@@ -1,24 +1,39 @@
-"""What algo.distillation is refused with, and whose tokens a teacher must have."""
+"""What distillation is refused with, in reinforcement learning and in fine-tuning, whose tokens a
+teacher must have, and what it takes.
+"""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
-from tiny_models import CHARS, save_tokenizer
+from tiny_models import CHARS, save_qwen3, save_tokenizer
 from transformers import AutoTokenizer, Qwen3Config
 
+from spmdrl.cli.paths import check_paths
 from spmdrl.config import (
     AlgoConfig,
+    CheckpointConfig,
     ConfigError,
     DataConfig,
     DistillationConfig,
+    LoraConfig,
+    OptimConfig,
     PpoConfig,
     RolloutConfig,
+    SftConfig,
+    SftDataConfig,
     TrainConfig,
 )
 from spmdrl.distributed.placement import place, training_roles
 from spmdrl.training.checks.algorithms import check_algo
 from spmdrl.training.checks.distillation import check_distillation, check_tokenizers
+from spmdrl.training.checks.memory_fit import changes
+from spmdrl.training.checks.memory_plan import supervised_plan
 from spmdrl.training.checks.ranges import check_bounds
+from spmdrl.training.checks.supervised import check_sft
+from spmdrl.training.run_identity import identity
 
 HF = Qwen3Config(vocab_size=len(CHARS))
 
@@ -96,7 +111,7 @@ def test_a_teacher_must_mean_the_same_by_every_id(tmp_path, monkeypatch):
     added.save_pretrained(tmp_path / "more")
 
     def check(teacher):
-        check_tokenizers(replace(config_of(str(tmp_path / teacher)), model=str(tmp_path / "own")))
+        check_tokenizers(str(tmp_path / "own"), str(tmp_path / teacher))
 
     check("same")
     with pytest.raises(ConfigError, match=r"2 ids differ, id 7 is '4' there and '3' here"):
@@ -106,3 +121,128 @@ def test_a_teacher_must_mean_the_same_by_every_id(tmp_path, monkeypatch):
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match="no tokenizer that loads"):
         check("none")
+
+
+# ---- fine-tuning
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders by name; all but the student are teachers."""
+    path = tmp_path_factory.mktemp("models")
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 40}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiny_models.CHARS", CHARS[:40])
+        save_qwen3(path / "student", **small)
+        save_qwen3(path / "teacher", **small | {"num_hidden_layers": 3})
+        save_qwen3(path / "short", **small, max_position_embeddings=31)
+        save_qwen3(path / "wide", **small | {"vocab_size": 48})
+        patch.setattr("tiny_models.CHARS", [*CHARS[:7], CHARS[8], CHARS[7], *CHARS[9:40]])
+        save_qwen3(path / "other", **small)
+    row = {"prompt": "1+1=", "response": "2"}
+    Path(path, "rows.jsonl").write_text(json.dumps(row) + "\n")
+    return path
+
+
+def sft_config(models, teacher="teacher", taught=True, ref=None, **fields):
+    distillation = DistillationConfig(**{"topk": 40} | fields.pop("distillation", {}))
+    return SftConfig(
+        model=str(models / "student"), out=str(models / "out"), run_dir=str(models / "run"),
+        data=SftDataConfig(str(models / "rows.jsonl"), max_tokens=32),
+        distillation=distillation if taught else None,
+        ref=TrainConfig(model=str(models / teacher) if teacher else None, **ref or {}), **fields,
+    )  # fmt: skip
+
+
+BEST = CheckpointConfig(keep_best=1, best_metric="eval/distillation_loss", best_is="largest")
+NONSENSE_SFT = [
+    ({"taught": False}, "ref has no effect without distillation"),
+    (
+        {"taught": False, "teacher": None, "cross_entropy_coef": 0.5},
+        "cross_entropy_coef=0.5 has no effect without distillation",
+    ),
+    ({"cross_entropy_coef": -1.0}, "cross_entropy_coef=-1.0"),
+    ({"teacher": None}, "distillation learns from ref.model, which is None"),
+    ({"teacher": "student"}, "set it to a teacher, another model than the run's"),
+    ({"teacher": "wide"}, "ref.model has 48 tokens, the model 40"),
+    ({"teacher": "other"}, "2 ids differ, id 7 is '4' there and '3' here"),
+    ({"teacher": "short"}, "max_tokens=32, but ref.model's max_position_embeddings is 31"),
+    ({"distillation": {"topk": 64}}, "distillation.topk=64, but the model has 40 tokens"),
+    ({"distillation": {"beta": 0.1}}, "distillation.beta=0.1 has no effect on loss='forward_kl'"),
+    (
+        {"distillation": {"loss": "reverse_kl", "tail": False}},
+        "distillation.tail=False with loss='reverse_kl'",
+    ),
+    ({"ref": {"lora": LoraConfig()}}, "ref.lora has no effect: the teacher is not trained"),
+    ({"ref": {"ema": 0.9}}, "ref.ema=0.9 has no effect"),
+    ({"ref": {"optim": OptimConfig(lr=0.1)}}, "has no effect: the teacher is not trained"),
+    ({"ref": {"ulysses": 2}}, "ref.fsdp with ulysses on ranks 0"),
+    ({"ref": {"tensor_parallel": 2}}, "ref.tensor_parallel=2 has no effect with ref.engine='fsdp'"),
+    (
+        {"ref": {"engine": "megatron", "tensor_parallel": 2}},
+        "ref.tensor x pipeline x context_parallel on ranks 0",
+    ),
+    ({"ref": {"freeze_vision": True}}, "ref.freeze_vision"),
+    ({"actor": TrainConfig(offload_params=True)}, "here the actor trains in every step"),
+    ({"data": SftDataConfig("t", eval="e", max_tokens=32), "checkpoint": BEST},
+     "best_is='largest' would keep the worst by best_metric='eval/distillation_loss'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "words"), NONSENSE_SFT, ids=str)
+def test_nonsense_in_fine_tuning_is_refused(models, settings, words):
+    data = settings.get("data")
+    config = sft_config(models, **{n: v for n, v in settings.items() if n != "data"})
+    with pytest.raises(ConfigError) as error:
+        check_sft(config if data is None else replace(config, data=data), 1, warn=False)
+    assert words in str(error.value), str(error.value)
+
+
+def test_sense_in_fine_tuning_is_not_refused(models):
+    for settings in (
+        {}, {"cross_entropy_coef": 0.0}, {"ref": {"offload_params": True}},
+        {"ref": {"optim": OptimConfig(lr=0.1)}, "actor": TrainConfig(optim=OptimConfig(lr=0.1))},
+        {"distillation": {"loss": "jsd", "beta": 0.1}, "actor": TrainConfig(lora=LoraConfig())},
+    ):  # fmt: skip
+        config = sft_config(models, **settings)
+        check_sft(config, 1, warn=False)
+        assert [*training_roles(config)] == ["actor", "ref"]
+    check_sft(sft_config(models, taught=False, teacher=None), 1, warn=False)
+    with pytest.raises(ConfigError, match=r"is the folder of ref.model, which would be overwr"):
+        check_paths(replace(sft_config(models), out=str(models / "teacher")))
+
+
+def test_the_plan_of_memory_has_the_teacher(models):
+    """Its weights in both phases, unless they leave; no proposal takes the actor away."""
+    lengths, plans = np.full(8, 30), {}
+    for offload in (False, True):
+        config = sft_config(models, ref={"offload_params": offload})
+        plans[offload] = supervised_plan(config, 2, "policy", lengths, gpu_gib=80)
+    without = sft_config(models, taught=False, teacher=None)
+    plain = supervised_plan(without, 2, "policy", lengths, gpu_gib=80)
+    stays, leaves, alone = (
+        {phase.name: phase.parts["weights"] for phase in plan.timelines[0].phases}
+        for plan in (plans[False], plans[True], plain)
+    )
+    assert [*stays] == [*leaves] == ["ref_logprobs", "update"] and [*alone] == ["update"]
+    teacher = stays["update"] - alone["update"]
+    assert teacher == pytest.approx(alone["update"] * 3, rel=0.4)  # three layers for one
+    assert leaves["update"] == alone["update"]
+    assert stays["ref_logprobs"] == leaves["ref_logprobs"] == stays["update"]
+    assert plans[True].host_gib - plans[False].host_gib == pytest.approx(teacher)
+    rows = sft_config(models).data.batch_size // 2
+    assert plans[False].process - plain.process == pytest.approx(rows * 30 * 8 * 40 / 2**30)
+    proposed = {text.partition("=")[0] for _, text, _ in changes(sft_config(models))}
+    assert {"ref.offload_params", "ref.micro_batch_tokens"} < proposed
+    assert "actor.offload_params" not in proposed and "ref.lora" not in proposed
+
+
+def test_a_run_is_the_same_only_with_the_same_teacher(models):
+    tokenizer = AutoTokenizer.from_pretrained(models / "student")
+    prints = [
+        identity(config, tokenizer)["models"]
+        for config in (sft_config(models), sft_config(models, "short"),
+                       sft_config(models, None, taught=False))
+    ]  # fmt: skip
+    assert prints[0]["ref"]["weights"] != prints[1]["ref"]["weights"]
+    assert [*prints[2]] == ["model"] and "weights" not in prints[0]["model"]

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from spmdrl.data.packing import sequence_work
-from spmdrl.training.supervised import share_of, stored_mtp
+from spmdrl.training.row_share import share_of
+from spmdrl.training.supervised import stored_mtp
 
 
 def test_ranks_are_given_equal_work():

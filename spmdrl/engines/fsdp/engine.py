@@ -217,14 +217,14 @@ class FsdpEngine:
     @torch.no_grad()
     def logprobs(
         self, batch: Batch, temperature: float, pi_squared: bool = False,
-        images: BatchImages | None = None, top_k: int = 0,
+        images: BatchImages | None = None, top_k: int = 0, teacher: bool = False,
     ) -> PolicyStats:  # fmt: skip
         table = self._per_token(
             batch,
-            num_columns(pi_squared, top_k),
-            lambda mb: self._policy(mb, images, temperature, pi_squared, top_k),
+            num_columns(pi_squared, top_k, batch, teacher),
+            lambda mb: self._policy(mb, images, temperature, pi_squared, top_k, teacher),
         )
-        return policy_stats(table, top_k)
+        return policy_stats(table, top_k, teacher)
 
     @torch.no_grad()
     def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:

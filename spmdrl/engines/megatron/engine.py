@@ -88,11 +88,14 @@ class MegatronEngine:
 
     def logprobs(
         self, batch: Batch, temperature: float, pi_squared: bool = False,
-        images: BatchImages | None = None, top_k: int = 0,
+        images: BatchImages | None = None, top_k: int = 0, teacher: bool = False,
     ) -> PolicyStats:  # fmt: skip
-        look = partial(self.policy, temperature=temperature, pi_squared=pi_squared, top_k=top_k)
-        columns = num_columns(pi_squared, top_k)
-        return policy_stats(self._per_token(batch, columns, look, images), top_k)
+        look = partial(
+            self.policy, temperature=temperature, pi_squared=pi_squared, top_k=top_k,
+            teacher=teacher,
+        )  # fmt: skip
+        columns = num_columns(pi_squared, top_k, batch, teacher)
+        return policy_stats(self._per_token(batch, columns, look, images), top_k, teacher)
 
     def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:
         return self._per_token(batch, 1, self.value, images)[0]

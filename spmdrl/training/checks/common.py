@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from spmdrl.config import (
     TrainConfig,
     require,
 )
+from spmdrl.data.images import same_pixels
 from spmdrl.distributed.placement import Ranks, show_ranks
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
 from spmdrl.engines.fsdp.experts import check_experts
@@ -281,6 +282,47 @@ def check_vision(
     require(
         not found, f"{', '.join(found)}: not with {hf.model_type!r}, a model that sees images"
     )  # fmt: skip
+
+
+def check_other_model(name: str, other: str, model: str, hf: PreTrainedConfig) -> None:
+    """Raises ConfigError where a role's own model does not take the run's tokens and images.
+
+    name: of the role; other: its model. hf: the config of `model`.
+    """
+    theirs = load_hf_config(other)
+    require(
+        getattr(hf, "image_token_id", None) == getattr(theirs, "image_token_id", None),
+        f"{name}.model and the model mark images by different tokens, or one sees none",
+    )
+    require(
+        not sees_images(hf) or same_pixels(model, other),
+        f"{name}.model and the model have image processors that differ: both are given "
+        "the same pixels",
+    )
+    vocab, found = hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
+    require(vocab == found, f"{name}.model has {found} tokens, the model {vocab}")
+
+
+# what a role that is not trained does not read
+OF_TRAINING = (
+    "offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
+    "freeze_vision", "reshard_after_forward", "router_replay",
+)  # fmt: skip
+
+
+def check_reference_options(
+    ref: TrainConfig, actor: TrainConfig, names: Iterable[str] = OF_TRAINING,
+    reason: str = "the reference is not trained",
+) -> None:  # fmt: skip
+    """Refuses options of the reference that change nothing; it may be given the actor's whole
+    config. names: of these options.
+    """
+    for name in names:
+        value = getattr(ref, name)
+        require(
+            value in (getattr(TrainConfig(), name), getattr(actor, name)),
+            f"ref.{name}={value!r} has no effect: {reason}",
+        )
 
 
 def check_pixels(hf: PreTrainedConfig, data: DataConfig | SftDataConfig) -> None:

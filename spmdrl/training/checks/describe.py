@@ -7,7 +7,7 @@ from __future__ import annotations
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs, weighs_pairs
-from spmdrl.config import JudgeConfig, PpoConfig, SupervisedConfig, TrainConfig
+from spmdrl.config import JudgeConfig, PpoConfig, SftConfig, SupervisedConfig, TrainConfig
 from spmdrl.distributed.placement import Ranks, place, show_ranks, training_roles
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
 from spmdrl.engines.stored_dtype import stored_dtype
@@ -83,12 +83,25 @@ def describe_supervised(
         f"  {num_rows} rows / {data.batch_size} = {num_rows // data.batch_size} steps an epoch: "
         f"{config.steps} steps are {config.steps * data.batch_size / max(num_rows, 1):.2f} epochs",
         f"  {config.out} is written in {out_dtype(config)}",
+        *distillation_lines(config),
         "placement",
-        role_line("actor", actor, tuple(range(world))),
+        *(role_line(n, role, tuple(range(world))) for n, role in training_roles(config).items()),
         *plan.all_lines(),
         *room_lines(config, world, plan, supervised_planner(kind, row_tokens, gpu_gib)),
         *host_lines(plan.host_gib, world, REMEDY),
     ])  # fmt: skip
+
+
+def distillation_lines(config: SupervisedConfig) -> list[str]:
+    """Returns lines that say what is learnt from a teacher, where there is one."""
+    if not isinstance(config, SftConfig) or config.distillation is None:
+        return []
+    d = config.distillation
+    return [
+        "algorithm",
+        f"  distillation from {config.ref.model}: {d.coef:g} x {d.loss} over its {d.topk} "
+        f"likeliest tokens, beside {config.cross_entropy_coef:g} x cross-entropy",
+    ]
 
 
 def out_dtype(config: SupervisedConfig) -> str:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from spmdrl.config import DistillationConfig, PpoConfig, require
+from spmdrl.config import DistillationConfig, PpoConfig, SftConfig, TrainConfig, require
 from spmdrl.hub.hf_folder import load_tokenizer
+from spmdrl.training.checks.common import check_other_model, check_reference_options
 
 
 def check_distillation(config: PpoConfig, hf: PreTrainedConfig, hosted: bool = False) -> None:
@@ -18,12 +19,7 @@ def check_distillation(config: PpoConfig, hf: PreTrainedConfig, hosted: bool = F
     distillation = config.algo.distillation
     if distillation is None:
         return
-    check_options(distillation)
-    require(
-        config.ref.model not in (None, config.model),
-        f"algo.distillation learns from ref.model, which is {config.ref.model!r}: set it to a "
-        "teacher, another model than the run's",
-    )
+    check_teacher("algo.distillation", distillation, config.ref, config.model, hf)
     require(
         config.prm is None,
         "algo.distillation makes the reference a teacher, and a process reward model measures "
@@ -39,38 +35,73 @@ def check_distillation(config: PpoConfig, hf: PreTrainedConfig, hosted: bool = F
         "algo.distillation: an actor of another program is not asked for the teacher's tokens; "
         "use algo.kl_in='reward' (docs/distillation.md)",
     )
+
+
+def check_sft_distillation(config: SftConfig, hf: PreTrainedConfig) -> None:
+    """Raises ConfigError where distillation of fine-tuning does not go with the rest. hf: the
+    config of the model.
+    """
+    distillation, ref, coef = config.distillation, config.ref, config.cross_entropy_coef
+    if distillation is None:
+        require(
+            ref == TrainConfig(),
+            "ref has no effect without distillation, of which it is the teacher: set "
+            "distillation=DistillationConfig(), or leave ref out",
+        )
+        require(
+            coef == 1,
+            f"cross_entropy_coef={coef:g} has no effect without distillation, beside which it "
+            "weighs the cross-entropy: leave it out",
+        )
+        return
+    check_teacher("distillation", distillation, ref, config.model, hf)
+    assert ref.model is not None
+    require(
+        ref.lora is None, "ref.lora has no effect: the teacher is not trained. Leave it out"
+    )  # fmt: skip
+    check_reference_options(ref, config.actor, reason="the teacher is not trained")
+    check_other_model("ref", ref.model, config.model, hf)
+
+
+def check_teacher(
+    field: str, distillation: DistillationConfig, ref: TrainConfig, model: str,
+    hf: PreTrainedConfig,
+) -> None:  # fmt: skip
+    """Checks the options of `field`, and that there is a teacher. hf: the config of `model`."""
+    check_options(field, distillation)
+    require(
+        ref.model not in (None, model),
+        f"{field} learns from ref.model, which is {ref.model!r}: set it to a teacher, another "
+        "model than the run's",
+    )
     vocab = hf.get_text_config().vocab_size
     require(
         distillation.topk <= vocab,
-        f"algo.distillation.topk={distillation.topk}, but the model has {vocab} tokens",
+        f"{field}.topk={distillation.topk}, but the model has {vocab} tokens",
     )
 
 
-def check_options(distillation: DistillationConfig) -> None:
+def check_options(field: str, distillation: DistillationConfig) -> None:
     loss, beta = distillation.loss, distillation.beta
     require(
         loss == "jsd" or beta == DistillationConfig().beta,
-        f"algo.distillation.beta={beta} has no effect on loss={loss!r}: 'jsd' reads it",
+        f"{field}.beta={beta} has no effect on loss={loss!r}: 'jsd' reads it",
     )
     require(
         beta < 1,
-        f"algo.distillation.beta={beta}: the divergence to the mixture is then 0 for every "
+        f"{field}.beta={beta}: the divergence to the mixture is then 0 for every "
         "student; what it comes near, divided by 1 - beta, is loss='reverse_kl'",
     )
     require(
         distillation.tail or loss == "forward_kl",
-        f"algo.distillation.tail=False with loss={loss!r}: a student that says none of the "
+        f"{field}.tail=False with loss={loss!r}: a student that says none of the "
         "teacher's tokens would have the least loss. Leave tail True, or use 'forward_kl'",
     )
 
 
-def check_tokenizers(config: PpoConfig) -> None:
-    """Raises ConfigError where the teacher of algo.distillation has another tokenizer."""
-    if config.algo.distillation is None or config.ref.model is None:
-        return
-    require_same_tokens(
-        load_tokenizer(config.model), load_tokenizer(config.ref.model), config.ref.model
-    )
+def check_tokenizers(model: str, teacher: str) -> None:
+    """Raises ConfigError where the teacher has another tokenizer than the model."""
+    require_same_tokens(load_tokenizer(model), load_tokenizer(teacher), teacher)
 
 
 def require_same_tokens(

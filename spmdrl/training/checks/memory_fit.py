@@ -234,10 +234,11 @@ def changes(config: RunConfig) -> list[tuple[int, str, RunConfig]]:
     Sorted by what they cost: 0 nothing, 1 larger batches, 2 time to move states, 3 and 4 time to
     compute or to communicate, 5 other numbers, 6 another kind of training.
     """
-    roles = training_roles(config) if isinstance(config, PpoConfig) else {"actor": config.actor}
+    assert isinstance(config, PpoConfig | SupervisedConfig)
     made: list[tuple[int, str, RunConfig]] = []
-    for name, role in roles.items():
-        for cost, field, value in role_changes(name, role, isinstance(config, SupervisedConfig)):
+    for name, role in training_roles(config).items():
+        stays = isinstance(config, SupervisedConfig) and name == "actor"
+        for cost, field, value in role_changes(name, role, stays):
             role_of: dict[str, Any] = {name: with_field(role, field, value)}
             shown = "LoraConfig()" if field == "lora" else repr(value)
             made.append((cost, f"{name}.{field}={shown}", replace(config, **role_of)))
@@ -265,9 +266,9 @@ def with_field(role: TrainConfig, field: str, value: Any) -> TrainConfig:
 
 
 def role_changes(
-    name: str, role: TrainConfig, is_alone: bool
+    name: str, role: TrainConfig, stays: bool
 ) -> Iterator[tuple[int, str, Any]]:  # fmt: skip
-    """(cost, field, value). is_alone: no other role works while this one is idle."""
+    """(cost, field, value). stays: nothing of the role may leave the device."""
     trained, on_fsdp = name != "ref", role.engine == "fsdp"
     if on_fsdp and role.fsdp != -1:
         yield 0, "fsdp", -1
@@ -277,9 +278,9 @@ def role_changes(
     while half >= LEAST_TOKENS:
         yield 1, "micro_batch_tokens", half
         half //= 2
-    if not is_alone and not role.offload_params:
+    if not stays and not role.offload_params:
         yield 2, "offload_params", True
-    if not is_alone and trained and not role.offload_optimizer:
+    if not stays and trained and not role.offload_optimizer:
         yield 2, "offload_optimizer", True
     if trained and checkpointing_of(role, on_gpu=True) is not True:
         yield 3, "activation_checkpointing", True

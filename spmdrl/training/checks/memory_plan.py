@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmdrl.config import PpoConfig, RunConfig, SupervisedConfig, TrainConfig
+from spmdrl.config import PpoConfig, RunConfig, SftConfig, SupervisedConfig, TrainConfig
 from spmdrl.distributed.placement import (
     Placement,
     place,
@@ -27,7 +27,16 @@ from spmdrl.training.checks.host_memory import process_gib
 from spmdrl.training.checks.judge_memory import judge_line, judge_memory
 from spmdrl.training.checks.memory import GIB, Memory, MicroBatches, memory_of
 from spmdrl.training.checks.model_shape import shape_of
-from spmdrl.training.checks.timeline import Phase, Timeline, Work, table, timeline_of, works_of
+from spmdrl.training.checks.timeline import (
+    PARTS,
+    Phase,
+    Timeline,
+    Work,
+    add,
+    table,
+    timeline_of,
+    works_of,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -282,25 +291,44 @@ def supervised_plan(
     lengths. The model is written at the end, by the first rank, a tensor at a time: in float32, and
     in its own dtype.
     """
-    actor, on_gpu = config.actor, gpu_gib is not None
-    tokens = fullest(actor, config.data.batch_size * sharing_ranks(actor) / world, row_tokens)
-    memory = memory_of("actor", actor, config.model, world, kind, tokens, on_gpu)
-    written = 2 * 4 * shape_of(actor.model or config.model, kind).matrix / GIB
-    works = [Work("update", "update", "actor", frozenset({"actor"}))]
+    on_gpu, roles = gpu_gib is not None, {}
+    for name, role in training_roles(config).items():
+        tokens = fullest(role, config.data.batch_size * sharing_ranks(role) / world, row_tokens)
+        roles[name] = memory_of(name, role, config.model, world, kind, tokens, on_gpu)
+    memory = roles["actor"]
+    written = 2 * 4 * shape_of(config.model, kind).matrix / GIB
+    works = [
+        Work("ref_logprobs", "look", "ref", frozenset({"ref"})),
+        Work("update", "update", "actor", frozenset({"actor"})),
+    ]
     copy = copied(config, memory.saved)
-    timeline = timeline_of(works, {"actor": memory}, None, False, 0.0, copy, on_gpu)
+    timeline = timeline_of(works, roles, None, False, 0.0, copy, on_gpu)
     if on_gpu:
         host = max(timeline.on_host, written)
         timeline = replace(timeline, on_host=host)
     else:
-        saving = memory.on_device(at_work=True) | {"save": written}
+        saving = dict.fromkeys(PARTS, 0.0) | {"save": written}
+        for each in roles.values():
+            add(saving, each.on_device(at_work=True))
         timeline = replace(timeline, phases=[*timeline.phases, Phase("save", saving)])
-    timeline = replace(timeline, roles=("actor",), ranks=tuple(range(world)))
+    timeline = replace(timeline, roles=tuple(roles), ranks=tuple(range(world)))
     lines = (
-        "parameters and memory of a rank (estimate, GiB)", memory_line("actor", memory),
+        "parameters and memory of a rank (estimate, GiB)",
+        *(memory_line(name, each) for name, each in roles.items()),
         *copies_of_checkpoint(config, memory.saved),
     )  # fmt: skip
-    return MemoryPlan(lines, (timeline,), world, gpu_gib, process_gib())
+    process = process_gib() + teacher_gib(config, world, row_tokens)
+    return MemoryPlan(lines, (timeline,), world, gpu_gib, process)
+
+
+def teacher_gib(config: SupervisedConfig, world: int, row_tokens: Array) -> float:
+    """GiB on the host of what the teacher says of a rank's rows in a step: an id and a
+    log-probability of each of its tokens, in each place.
+    """
+    if not isinstance(config, SftConfig) or config.distillation is None:
+        return 0.0
+    rows = config.data.batch_size * sharing_ranks(config.actor) / world
+    return math.ceil(rows) * float(row_tokens.mean()) * 8 * config.distillation.topk / GIB
 
 
 # ---- checkpoints

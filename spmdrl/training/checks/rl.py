@@ -18,7 +18,6 @@ from spmdrl.config import (
     TrainConfig,
     require,
 )
-from spmdrl.data.images import same_pixels
 from spmdrl.distributed.placement import (
     Placement,
     place,
@@ -29,7 +28,7 @@ from spmdrl.distributed.placement import (
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
 from spmdrl.engines.fsdp.lora import check_lora
 from spmdrl.engines.megatron.layout import divisors
-from spmdrl.hub.hf_folder import has_tower, load_hf_config, sees_images
+from spmdrl.hub.hf_folder import has_tower, load_hf_config
 from spmdrl.hub.model_files import check_eos, check_model_files
 from spmdrl.hub.remote_code import allow_code
 from spmdrl.rewards.reward_model import check_reward_model, train_config
@@ -40,8 +39,10 @@ from spmdrl.training.checks.algorithms import check_algo, weighs_the_engine
 from spmdrl.training.checks.common import (
     check_checkpoint,
     check_megatron,
+    check_other_model,
     check_pixels,
     check_places,
+    check_reference_options,
     check_sharing,
     check_training_role,
     check_vision,
@@ -155,7 +156,8 @@ def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
         if role.model is not None:
             other = load_hf_config(role.model)
             check_model_files(f"{name}.model", role.model, other, is_policy=name != "critic")
-    check_tokenizers(config)
+    if config.algo.distillation is not None and config.ref.model is not None:
+        check_tokenizers(config.model, config.ref.model)
 
 
 def warnings_of(config: PpoConfig) -> list[str]:
@@ -196,21 +198,15 @@ def check_reference(config: PpoConfig, placement: Placement) -> None:
     """Refuses options of the reference that change nothing; it may be given the actor's whole
     config.
     """
-    names = ["offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
-             "freeze_vision", "reshard_after_forward", "router_replay"]  # fmt: skip
-    reason = "the reference is not trained"
-    if reference_is_base(config, placement):
-        names = [field.name for field in dataclasses.fields(TrainConfig) if field.name != "model"]
-        reason = (
-            "with actor.lora the reference is the actor's base with its adapter off, computed as "
-            "the actor is. Leave it out, or place ref on other ranks, where it is loaded by itself"
-        )
-    for name in names:
-        value = getattr(config.ref, name)
-        require(
-            value in (getattr(TrainConfig(), name), getattr(config.actor, name)),
-            f"ref.{name}={value!r} has no effect: {reason}",
-        )
+    if not reference_is_base(config, placement):
+        check_reference_options(config.ref, config.actor)
+        return
+    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name != "model"]
+    check_reference_options(
+        config.ref, config.actor, names,
+        "with actor.lora the reference is the actor's base with its adapter off, computed as "
+        "the actor is. Leave it out, or place ref on other ranks, where it is loaded by itself",
+    )  # fmt: skip
 
 
 def check_sync_of_reference(config: PpoConfig, placement: Placement, hosted: bool) -> None:
@@ -458,18 +454,7 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
     check_engine(config.model, hf, config.rollout, config.strict)
     for name, role in training_roles(config).items():
         if role.model is not None:
-            other = load_hf_config(role.model)
-            require(
-                getattr(hf, "image_token_id", None) == getattr(other, "image_token_id", None),
-                f"{name}.model and the model mark images by different tokens, or one sees none",
-            )
-            require(
-                not sees_images(hf) or same_pixels(config.model, role.model),
-                f"{name}.model and the model have image processors that differ: both are given "
-                "the same pixels",
-            )
-            vocab, theirs = text.vocab_size, other.get_text_config().vocab_size
-            require(vocab == theirs, f"{name}.model has {theirs} tokens, the model {vocab}")
+            check_other_model(name, role.model, config.model, hf)
     heads = text.num_attention_heads
     require(
         heads % tp == 0,

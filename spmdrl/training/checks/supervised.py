@@ -14,6 +14,7 @@ from spmdrl.config import (
     SupervisedConfig,
     require,
 )
+from spmdrl.distributed.placement import training_roles
 from spmdrl.engines.fsdp.classifier import check_classifier, classifier_config
 from spmdrl.engines.fsdp.lora import check_lora
 from spmdrl.hub.hf_folder import load_hf_config
@@ -33,6 +34,7 @@ from spmdrl.training.checks.common import (
     warnings_of_optimizer,
     warnings_of_run,
 )
+from spmdrl.training.checks.distillation import check_sft_distillation, check_tokenizers
 from spmdrl.training.checks.length import check_length
 from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.logs.profiler import check_profile
@@ -44,14 +46,23 @@ logger = logging.getLogger(__name__)
 
 def check_sft(config: SftConfig, world: int, warn: bool = True) -> None:
     """Raises ConfigError, as `check` does for PpoConfig. warn: else nothing is logged."""
-    check_supervised(config, world, "fine-tuning", BEST_SFT, warn)
+    best = BEST_SFT if config.distillation is None else BEST_SFT | BEST_DISTILLATION
+    check_supervised(config, world, "fine-tuning", best, warn)
     hf = load_hf_config(config.model)
+    check_sft_distillation(config, hf)
     check_positions(hf, config.data.max_tokens)
     check_lora("actor", config.actor, hf)
-    check_vision(hf, {"actor": config.actor})
+    roles = training_roles(config)
+    check_vision(hf, roles)
     check_pixels(hf, config.data)
-    if config.actor.engine == "megatron":
-        check_megatron("actor", config.actor, config.model, world)
+    for name, role in roles.items():
+        if role.engine == "megatron":
+            check_megatron(name, role, role.model or config.model, world)
+    if config.ref.model is not None:
+        teacher = load_hf_config(config.ref.model)
+        check_positions(teacher, config.data.max_tokens, whose="ref.model's")
+        check_model_files("ref.model", config.ref.model, teacher)
+        check_tokenizers(config.model, config.ref.model)
 
 
 def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool = True) -> None:
@@ -82,18 +93,23 @@ def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool =
     check_positions(hf, config.data.max_tokens, behind=1)
 
 
-def check_positions(hf: PreTrainedConfig, max_tokens: int, behind: int = 0) -> None:
-    """behind: tokens that stand behind those of the data."""
+def check_positions(
+    hf: PreTrainedConfig, max_tokens: int, behind: int = 0, whose: str = "the model's"
+) -> None:
+    """behind: tokens that stand behind those of the data. whose: config it is."""
     limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
     more = f", of which {behind} is taken" if behind else ""
     require(
         limit is None or max_tokens + behind <= limit,
-        f"data.max_tokens={max_tokens}, but the model's max_position_embeddings is {limit}{more}",
+        f"data.max_tokens={max_tokens}, but {whose} max_position_embeddings is {limit}{more}",
     )
 
 
 # the metrics that a checkpoint may be kept for, and which of their values is the best
 BEST_SFT = {"eval/loss": "smallest", "eval/perplexity": "smallest", "sft/loss": "smallest"}
+
+
+BEST_DISTILLATION = {"eval/distillation_loss": "smallest", "sft/distillation_loss": "smallest"}
 
 
 BEST_REWARD_MODEL = {
@@ -116,7 +132,9 @@ def check_supervised(
     check_best(config, what, best)
     check_checkpoint(config, step_metric(best))
     check_length(config)
-    check_training_role("actor", config.actor, tuple(range(world)), known_updates(config))
+    roles = training_roles(config)
+    for name, role in roles.items():
+        check_training_role(name, role, tuple(range(world)), known_updates(config))
     require(
         config.actor.router_replay is None,
         f"actor.router_replay={config.actor.router_replay!r} has no effect on {what}: its tokens "
@@ -126,14 +144,16 @@ def check_supervised(
         require(
             not getattr(config.actor, field),
             f"actor.{field} has no effect on {what}: it clears the device for other roles "
-            "while a role is idle, and here the actor is the only one and never idle. To save "
+            "while a role is idle, and here the actor trains in every step. To save "
             "memory set actor.activation_checkpointing, actor.optim.name='adamw8bit', "
             "actor.offload_policy or lower actor.micro_batch_tokens",
         )
-    if config.trust_remote_code:
-        allow_code(config.model)
-    keep_towers(config)
-    check_sharing("actor", config.actor, config.model)
+    others = [role.model for role in roles.values() if role.model is not None]
+    for model in [config.model, *others] if config.trust_remote_code else []:
+        allow_code(model)
+    keep_towers(config, *others)
+    for name, role in roles.items():
+        check_sharing(name, role, role.model or config.model)
     check_model_files(
         "model", config.model, load_hf_config(config.model),
         is_policy=not isinstance(config, RewardTrainingConfig),

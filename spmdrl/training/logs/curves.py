@@ -36,6 +36,10 @@ class Curve:
 
 REWARD = Curve("reward", "reward/mean", "eval/reward", "mean reward of an answer", "largest")
 LOSS = Curve("loss", "sft/loss", "eval/loss", "loss (nats per token)", "smallest")
+DIVERGENCE = Curve(
+    "divergence", "sft/distillation_loss", "eval/distillation_loss",
+    "divergence to the teacher (nats per token)", "smallest",
+)  # fmt: skip
 ACCURACY = Curve(
     "accuracy", "reward_model/accuracy", "eval/accuracy",
     "share of pairs whose better answer scores higher", "largest",
