@@ -227,8 +227,11 @@ def forget_pass(root: Any) -> None:
     """Brings an FSDP2 root back to where a pass can begin, after an exception within one: weights
     are shards, and no gradients of earlier micro-batches are left. Clears
     FSDPParam.unsharded_accumulated_grad and the gradient of FSDPParam._unsharded_param, which
-    reset_iter_state says to discard and does not in torch 2.13.
+    reset_iter_state says to discard and does not in torch 2.13. Reads FSDPState._is_root, which is
+    None before the first pass: then there is nothing to forget, and reset_iter_state would fail.
     """
+    if root._get_fsdp_state()._is_root is None:
+        return
     root.reset_iter_state()
     for unit in root.modules():
         if isinstance(unit, FSDPModule):
