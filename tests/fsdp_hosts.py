@@ -28,7 +28,7 @@ class Host:
     settings: dict[str, Any] = field(default_factory=dict)  # of the model's config
 
 
-def fsdp_host(folder: str, host: Host = Host()) -> tuple[Any, torch.optim.Optimizer]:  # noqa: B008
+def fsdp_host(folder: str, host: Host = Host()) -> tuple[Any, torch.optim.Optimizer]:
     """As a program builds it: fully_shard on each layer and on the model, then AdamW."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard

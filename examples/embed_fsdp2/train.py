@@ -55,7 +55,7 @@ def build(args, device):
 
 
 def batches(args, device, done):
-    """(tokens, labels) of this rank, for ever, from the iteration after `done` on."""
+    """(tokens, labels) of this rank, for ever, but for the first `done` batches."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows, labels = [], []
     for row in pq.read_table(args.data_path).to_pylist():

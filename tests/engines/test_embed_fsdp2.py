@@ -290,50 +290,103 @@ def test_schedules_are_functions_of_the_iteration():
 # ---- what is refused
 
 
-def refused_on(topology, model, other, alone):
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+
+class ByClosure(torch.optim.SGD):
+    def step(self, closure):
+        return closure()
+
+
+def add_adapter(model):
+    layer = model.model.layers[0].mlp.up_proj
+    layer.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(64, 4)})
+
+
+def shard_layers(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+
+
+def shard_alone(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("others", "alone"))
+    fully_shard(model, mesh=both["alone"])
+
+
+def odd_factor(model):
+    model.set_gradient_divide_factor(2.0)
+
+
+def add_bias(model):
+    model.model.norm.bias = torch.nn.Parameter(torch.zeros(64))
+
+
+PLAIN = Host(sharded=False)
+HOSTS = [  # how the program builds it, what it does then, what attach says; on one rank
+    (Host(), Wrapped, "give the AutoModelForCausalLM itself"),
+    (PLAIN, add_adapter, "lora_A"),
+    (Host(), lambda model: model.model.layers[0].compile(), "leave torch.compile out"),
+    (Host(), lambda model: model.model, "AutoModelForCausalLM"),
+    (PLAIN, shard_layers, "not on the model itself"),
+    (PLAIN, add_bias, "weights: model.norm.bias ((64,) here, None there)"),
+    (Host(settings={"rms_norm_eps": 1e-3}), None, "rms_norm_eps: 0.001 here"),
+    (Host(divide_factor=1.0), odd_factor, "different factors, [1.0, 2.0]"),
+    (Host(dtype=torch.float16), None, "use bfloat16 or float32"),
+    (Host(param_dtype=torch.float16), None, "use bfloat16 or float32"),
+]  # fmt: skip
+OPTIMIZERS = [
+    (lambda model: torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]), "after fully_shard"),
+    (lambda model: torch.optim.AdamW(model.model.parameters(), lr=1e-3), "(lm_head.weight)"),
+    (lambda model: ByClosure(model.parameters()), "by a closure"),
+    (lambda model: object(), "not a torch.optim.Optimizer"),
+]  # fmt: skip
+CONFIGS = [  # of the actor, of the rest, what attach says
+    ({"tensor_parallel": 2}, {}, "actor.tensor_parallel=2 has no effect"),
+    ({"ulysses": 2}, {}, "actor.ulysses=2 has no effect"),
+    ({"compile": True}, {}, "actor.compile=True has no effect"),
+    ({"ema": 0.9}, {}, "actor.ema has no effect"),
+    ({"fsdp": 2}, {}, "actor.fsdp=2, but the host's model has 1"),
+    ({"engine": "megatron"}, {}, "actor.engine='megatron'"),
+    ({"optim": OptimConfig(lr=1.0)}, {}, "no effect but clip_norm"),
+    ({}, {"async_steps": 1}, "async_steps"),
+    ({}, {"resume": "auto"}, "resume has no effect"),
+    ({}, {"strict": True}, "strict"),
+]  # fmt: skip
+
+
+def refused_on(topology, model):
     from spmdrl.embed import attach
 
-    class Wrapped(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
+    base, said = rl_config(model, "nowhere"), []
+    for host, change, _ in HOSTS:
+        hosted, optimizer = fsdp_host(model, host)
+        hosted = (change(hosted) if change else None) or hosted
+        said.append(refusal(attach, hosted, optimizer, base))
+    hosted, optimizer = fsdp_host(model)
+    for make, _ in OPTIMIZERS:
+        said.append(refusal(attach, hosted, make(hosted), base))
+    for actor, rest, _ in CONFIGS:
+        config = replace(base, actor=replace(base.actor, **actor), **rest)
+        said.append(refusal(attach, hosted, optimizer, config))
+    return said
 
-    base = rl_config(model, "nowhere")
+
+def unsharded_on(topology, model):
+    from spmdrl.embed import attach
+
     said = []
-
-    def attempt(host=Host(), change=None, optimizer=None, **changes):  # noqa: B008
-        with groups_that_end():
-            hosted, own = fsdp_host(model, host)
-            hosted = hosted if change is None else change(hosted) or hosted
-            said.append(refusal(attach, hosted, optimizer or own, replace(base, **changes)))
-
-    def actor(**changes):
-        attempt(actor=replace(base.actor, **changes))
-
-    if not alone:
-        attempt(Host(sharded=False))
-        return said
-    attempt(model=other)
-    attempt(change=Wrapped)
-    attempt(change=lambda m: m.model.layers[0].register_parameter("lora_A", None) or named_lora(m))
-    attempt(change=lambda m: m.model.layers[0].compile())
-    attempt(change=lambda m: m.model)
-    attempt(Host(sharded=False, own_units=()), change=lambda m: shard_part(m))
-    attempt(Host(divide_factor=1.0), change=lambda m: m.set_gradient_divide_factor(2.0))
-    attempt(Host(dtype=torch.float16))
-    attempt(optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]))
-    attempt(Host(sharded=False), change=lambda m: m.half() and None)
-    attempt(optimizer=object())
-    actor(tensor_parallel=2)
-    actor(fsdp=2)
-    actor(engine="megatron")
-    actor(ulysses=2)
-    actor(compile=True)
-    actor(optim=OptimConfig(lr=1.0))
-    actor(ema=0.9)
-    attempt(async_steps=1)
-    attempt(resume="auto")
-    attempt(strict=True)
+    for change in (lambda model: None, shard_alone):
+        hosted, optimizer = fsdp_host(model, PLAIN)
+        change(hosted)
+        said.append(refusal(attach, hosted, optimizer, rl_config(model, "nowhere")))
     return said
 
 
@@ -348,3 +401,14 @@ def refusal(attach, *args):
         assert set(c10d._world.pg_map) == groups
         return str(error)
     return "it was accepted"
+
+
+def test_what_does_not_fit_is_said_in_a_sentence(tmp_path):
+    model = str(save_qwen3(tmp_path, tie_word_embeddings=False))
+    (said,) = run_ranks(1, refused_on, model)
+    wanted = [case[-1] for case in (*HOSTS, *OPTIMIZERS, *CONFIGS)]
+    for text, message in zip(wanted, said, strict=True):
+        assert text in message
+    for whole, apart in run_ranks(2, unsharded_on, model):
+        assert "the program has 2 ranks: call fully_shard on each layer" in whole
+        assert "weights lie on ranks [0]: fully_shard must be given one mesh" in apart
