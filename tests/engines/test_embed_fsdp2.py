@@ -13,7 +13,7 @@ import torch
 from embedded_models import rl_config
 from fsdp_hosts import Host, fsdp_host, sft_step, weights_of
 from ranks import groups_that_end, run_calls, run_ranks
-from tiny_models import save_qwen3
+from tiny_models import save_qwen3, save_qwen3_moe
 from training_batches import CONFIG, engine_on, whole_batch
 
 from spmdrl.config import AlgoConfig, ConfigError, OptimConfig, TrainConfig, WeightsConfig
@@ -88,11 +88,14 @@ def compare(got, want, case, rtol=1e-4, atol=1e-5):
 
 def test_a_hosts_updates_are_those_of_our_engine(tmp_path):
     model = str(save_qwen3(tmp_path, tie_word_embeddings=False))
-    (want,), (got,) = run_calls(
-        1, [(ours_on, (model, "float32")), (updates_on, (model, list(ONE.values())))]
-    )
+    experts = str(save_qwen3_moe(tmp_path / "experts"))
+    (want,), (got,), (with_experts,), (sharded,) = run_calls(
+        1, [(ours_on, (model, "float32")), (updates_on, (model, list(ONE.values()))),
+            (ours_on, (experts, "float32")), (updates_on, (experts, [Host()]))],
+    )  # fmt: skip
     for case, found in zip(ONE, got, strict=True):
         compare(found, want, case)
+    compare(sharded[0], with_experts, "experts")
     both, half, hosts = run_calls(
         2, [(ours_on, (model, "float32")), (ours_on, (model, "bfloat16")),
             (updates_on, (model, list(TWO.values())))],
@@ -411,4 +414,4 @@ def test_what_does_not_fit_is_said_in_a_sentence(tmp_path):
         assert text in message
     for whole, apart in run_ranks(2, unsharded_on, model):
         assert "the program has 2 ranks: call fully_shard on each layer" in whole
-        assert "weights lie on ranks [0]: fully_shard must be given one mesh" in apart
+        assert "]: fully_shard must be given one mesh of all 2 ranks" in apart  # of either rank
