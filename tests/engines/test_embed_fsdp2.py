@@ -167,6 +167,9 @@ def hosted_on(topology, folder, model, bare):
     rl.close()
     changed |= differences(started, state_of_program(hosted, optimizer))
     assert all(p.grad is None for p in hosted.parameters())
+    hosted.model.layers[0].mlp.register_forward_hook(lambda _, __, out: 0.9 * out)
+    said = refusal(attach, hosted, optimizer, config)  # no field shows the hook
+    assert "differ by" in said and "0.0003 is allowed" in said
     steps = {int(state["step"]) for state in optimizer.state.values()}
     return metrics, weights_of(hosted), changed, held_out, rl.logprob_gap, steps
 
