@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 2 examples/embed_fsdp2/train_rl.py --finetune \\
         --load runs/embed_fsdp2/pretrained/iter_300 --save runs/embed_fsdp2/rl --lr 5e-4 \\
-        --rl-config examples/embed_fsdp2/rl_config.py --rl-every 2
+        --rl-config examples/embed_fsdp2/rl_config.py --rl-schedule '{"sft": 1, "rl": 1}'
 """
 
 import argparse
+import json
 import os
 import time
 from contextlib import ExitStack
@@ -43,7 +44,7 @@ def parse_args():
     parser.add_argument("--save-interval", type=int, default=300)
     parser.add_argument("--log-interval", type=int, default=20)
     parser.add_argument("--rl-config", required=True)
-    parser.add_argument("--rl-every", type=int, default=1, help="the others are supervised")
+    parser.add_argument("--rl-schedule", type=json.loads, default={"rl": 1}, help="of iterations")
     return parser.parse_args()
 
 
@@ -116,7 +117,7 @@ def print_first(*words):
 def train(args, device, at_end):
     model, optimizer, schedule = build(args, device)
     iteration = load_checkpoint(args, model, optimizer, schedule) if args.load else 0
-    kinds = interleave(sft=args.rl_every - 1, rl=1)
+    kinds = interleave(**args.rl_schedule)
     data = batches(args, device, kinds.count("sft", iteration))
     rl = attach(model, optimizer, load_config(args.rl_config, PpoConfig, {}))
     at_end.callback(rl.close)  # whatever happens

@@ -62,7 +62,7 @@ def parse_args():
     parser.add_argument("--finetune", action="store_true", help="load the weights alone")
     parser.add_argument("--save-interval", type=int, default=300)
     parser.add_argument("--rl-config", default=None)
-    parser.add_argument("--rl-every", type=int, default=1, help="the others are supervised")
+    parser.add_argument("--rl-schedule", type=json.loads, default={"rl": 1}, help="of iterations")
     parser.add_argument("--log-interval", type=int, default=20)
     return parser.parse_args()
 
@@ -240,7 +240,7 @@ def train(args, at_end):
     optimizer, schedule = setup_optimizer(args, model)
     iteration = load_checkpoint(args, model, optimizer, schedule) if args.load else 0
     data_iterator = train_data_iterator(args)
-    kinds = interleave(sft=args.rl_every - 1, rl=1)
+    kinds = interleave(**args.rl_schedule)
     if args.rl_config:
         rl = attach(model, optimizer, load_config(args.rl_config, PpoConfig, {}))
         at_end.callback(rl.close)  # whatever happens

@@ -34,7 +34,8 @@ def test_the_program_trains_and_then_learns_from_rewards_and_examples_in_turn(tm
     rl = ["--rl-config", str(EXAMPLE / "rl_config.py"), "--lr-warmup-iters", "1", "--lr", "5e-4"]
     said = run(
         "train_rl.py", "--load", "runs/embed_fsdp2/pretrained/iter_100", "--finetune", *rl,
-        "--save", "runs/embed_fsdp2/rl", "--train-iters", "8", "--rl-every", "2",
+        "--save", "runs/embed_fsdp2/rl", "--train-iters", "8",
+        "--rl-schedule", '{"sft": 1, "rl": 1}',
     )  # fmt: skip
     kinds = ["rl" if "reward/mean" in line else "sft" for line in said.splitlines()
              if line.startswith("iteration ")]  # fmt: skip

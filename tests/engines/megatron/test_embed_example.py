@@ -57,12 +57,13 @@ def test_the_program_trains_and_then_learns_from_rewards_and_examples_in_turn(fo
     assert losses[-1] < losses[0] - 0.1
     said = run(
         folder, "train_rl.py", "--load", "runs/embed/pretrained", "--finetune", "--save",
-        "runs/embed/rl", "--lr", "5e-4", "--lr-warmup-iters", "1", "--train-iters", "28",
-        "--rl-every", "2", "--log-interval", "1", "--rl-config", str(EXAMPLE / "rl_config.py"),
+        "runs/embed/rl", "--lr", "5e-4", "--lr-warmup-iters", "1", "--train-iters", "20",
+        "--rl-schedule", '{"rl": 9, "sft": 1}', "--log-interval", "1",
+        "--rl-config", str(EXAMPLE / "rl_config.py"),
     )  # fmt: skip
     rewards = [float(x) for x in re.findall(r"reward/mean ([\d.]+)", said)]
-    assert len(rewards) == len(re.findall(r"\| loss [\d.]+", said)) == 14  # in turn
-    assert sum(rewards[-5:]) > 1.3 * sum(rewards[:5]), rewards
+    assert len(rewards) == 18 and len(re.findall(r"\| loss [\d.]+", said)) == 2
+    assert sum(rewards[-6:]) > 1.3 * sum(rewards[:6]), rewards
     assert "eval/reward" in said
     # its own checkpoint format, in which it goes on
-    assert (folder / "runs/embed/rl/iter_0000028/metadata.json").is_file()
+    assert (folder / "runs/embed/rl/iter_0000020/metadata.json").is_file()
