@@ -98,11 +98,12 @@ API = (
         {"spmdrl.config": "Tracker"},
     ),
     Section(
-        "In your own Megatron program",
-        "See [embedding.md](../embedding.md). The weights are loaded and saved by functions of "
-        "`spmdrl.embed`, too.",
+        "In your own program",
+        "See [embedding.md](../embedding.md) and [embedding_fsdp2.md](../embedding_fsdp2.md). "
+        "`spmdrl.embed` has all of these.",
         {
             "spmdrl.embed": "attach Attachment",
+            "spmdrl.training.step_schedule": "interleave Schedule",
             "spmdrl.engines.megatron.external_weights": "load_hf_weights save_hf_weights",
         },
     ),

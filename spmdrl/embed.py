@@ -1,4 +1,4 @@
-"""Our step inside another program that trains with Megatron-core; see docs/embedding.md.
+"""Our step inside another program that trains with FSDP2 or Megatron-core; see docs/embedding.md.
 
     rl = attach(model, optimizer, config)     # after the program has built and loaded both
     metrics = rl.step(iteration)              # in place of its train step
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.config import OptimConfig, PpoConfig, TrainConfig, require
+from spmdrl.config import PpoConfig, TrainConfig, require
 from spmdrl.distributed.faults.embedded_watchdog import Guard
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.placement import place
@@ -30,24 +30,16 @@ from spmdrl.distributed.process import ENGINE_ENV
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import process_groups
 from spmdrl.engines.base import TrainEngine
-from spmdrl.engines.megatron.engine import MegatronEngine
-from spmdrl.engines.megatron.external_model import (
-    check_host_model,
-    check_optimizer,
-    check_wrapper,
-    form_of,
-    silenced_dropout,
-)
+from spmdrl.engines.external_actor import ExternalActor
+from spmdrl.engines.fsdp.hosted_actor import FsdpActor
+from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.megatron.external_weights import (
-    chunks_of,
     destroy_groups,
     device_here,
     load_hf_weights,
-    parts_of,
     save_hf_weights,
 )
-from spmdrl.engines.megatron.inputs import SequenceSplit
-from spmdrl.engines.megatron.parts import Parts
+from spmdrl.engines.megatron.hosted_actor import MegatronActor, is_megatron
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.rng import preserved_rng
 from spmdrl.training.build import RlRun, build, close
@@ -59,9 +51,12 @@ from spmdrl.training.push_weights import push_weights
 from spmdrl.training.rl import run_step
 from spmdrl.training.roles import Trainer
 from spmdrl.training.runtime import Runtime
+from spmdrl.training.step_schedule import Schedule, interleave
 from spmdrl.types import Sample
 
-__all__ = ["Attachment", "attach", "load_hf_weights", "save_hf_weights"]
+__all__ = [
+    "Attachment", "Schedule", "attach", "interleave", "load_hf_weights", "save_hf_weights",
+]  # fmt: skip
 
 
 @dataclass
@@ -69,7 +64,7 @@ class Attachment:
     """Holds what stands beside the host's model and optimizer. Made by `attach`."""
 
     run: RlRun
-    parts: Parts
+    actor: ExternalActor
     guard: Guard
     groups: list[dist.ProcessGroup]  # that we made, the same in order on every rank
     logprob_gap: float = 0.0  # mean difference between engine and host, as attach measured it
@@ -101,7 +96,7 @@ class Attachment:
         """Our passes drive the host's model; whatever happens, all of it is back afterwards."""
         before = process_groups()
         roles = self.run.roles
-        with self.guard.watching(roles.phases), self.parts.driven_by_us():
+        with self.guard.watching(roles.phases), self.actor.driven_by_us():
             try:
                 yield
             finally:
@@ -178,13 +173,14 @@ def attach(
 ) -> Attachment:
     """Builds everything around a model that the program trains: engines, data, rewards.
 
-    model: the GPTModel chunks of this rank in Megatron's DistributedDataParallel, or the only one;
-    optimizer: a MegatronOptimizer over them. config.model is the Hugging Face folder of the same
-    architecture: its tokenizer and config are read, and no weights. Those of the engine that
-    samples, of the KL reference, and what critic and process reward model start from are the
-    host's as they stand now, but for roles whose `model` is set. What config says of the actor's
-    layout and optimizer must be left out: both are the program's. parallel_state is initialised.
-    Collective over all ranks of the program.
+    model: a causal language model of transformers that fully_shard has sharded, or that is whole on
+    the only rank, with a torch.optim.Optimizer of its weights; or the GPTModel chunks of this rank
+    in Megatron's DistributedDataParallel, or the only one, with a MegatronOptimizer over them, and
+    parallel_state initialised. config.model is the Hugging Face folder of the same architecture:
+    its tokenizer and config are read, and no weights. Those of the engine that samples, of the KL
+    reference, and what critic and process reward model start from are the host's as they stand now,
+    but for roles whose `model` is set. What config says of the actor's layout and optimizer must be
+    left out: both are the program's. Collective over all ranks of the program.
 
     Once the engine has the host's weights it samples a few tokens, and the host is asked for their
     log-probabilities. tolerance: how far both may differ on average; None: by dtype, see
@@ -193,7 +189,6 @@ def attach(
     Raises ConfigError where model and config do not fit, with the difference.
     """
     groups_before = process_groups()
-    chunks = chunks_of(model)
     with untouched(), ExitStack() as undo:
         undo.callback(destroy_groups, groups_before)
         everyone = Topology.build(device_here(), hosted=True, dp=-1)
@@ -202,36 +197,39 @@ def attach(
             config = fetch(config, phases, "roles")
             with phases("attach"):
                 check_use(config)
-                parts = host_parts(chunks, optimizer, config)
-                config = replace(config, actor=hosted_actor(config.actor, parts))
+                actor: ExternalActor = hosted(model, optimizer, config)
+                config = replace(config, actor=actor.role(config.actor))
                 check(config, everyone.world, hosted=True)
                 require(
                     place(config, everyone.world).sampling == everyone.ranks,
                     "placement: in a host's program every rank samples or scores, so that all hear "
                     "of a failure",
                 )
-            layout = Topology.from_megatron(everyone)
-            engine = MegatronEngine(parts, config.actor, layout)
+            engine = actor.engine(config.actor, everyone)
+            shares = shares_prefixes(config.actor, False, load_hf_config(config.model))
+            trainer = Trainer("actor", engine.topology, engine, shares_prefixes=shares)
             runtime = Runtime(everyone, phases, Path(config.run_dir))
-            with parts.driven_by_us():  # other roles start from the host's weights
-                run = build(config, runtime, Trainer("actor", layout, engine), undo)
+            with actor.driven_by_us():  # other roles start from the host's weights
+                run = build(config, runtime, trainer, undo)
             run.spans.report(0)  # of what comes before the first step
             engine.onload()
         groups = [group for group in process_groups() if group not in groups_before]
-        rl = Attachment(run, parts, guard, groups)
+        rl = Attachment(run, actor, guard, groups)
         with rl.at_work():
             push_weights(run.roles, version=0)
-            rl.logprob_gap = check_gap(run, parts.config.params_dtype, tolerance)
+            rl.logprob_gap = check_gap(run, actor, tolerance)
         undo.pop_all()  # it stands
     return rl
 
 
+def hosted(model: Any, optimizer: Any, config: PpoConfig) -> ExternalActor:
+    """Finds out what has built the model. Raises ConfigError where a step cannot train it."""
+    kind = MegatronActor if is_megatron(model) else FsdpActor
+    return kind(model, optimizer, config)
+
+
 def check_use(config: PpoConfig) -> None:
     """Refuses what only a program of our own can do."""
-    require(
-        config.actor.optim == OptimConfig(),
-        "actor.optim has no effect: the optimizer and its schedule are the host's",
-    )
     for name in (
         "activation_checkpointing", "model", "ema", "lora", "mtp_loss_scaling_factor",
     ):  # fmt: skip
@@ -271,55 +269,6 @@ def check_use(config: PpoConfig) -> None:
         require(not is_on, f"{name} does not go with a host's loop; use python -m spmdrl.ppo")
 
 
-def host_parts(chunks: list[Any], optimizer: Any, config: PpoConfig) -> Parts:
-    """Raises ConfigError where something is missing that a step needs."""
-    for chunk in chunks:
-        check_wrapper(chunk)
-    check_optimizer(optimizer, config.actor.offload_optimizer)
-    hf_config = load_hf_config(config.model)
-    parts = parts_of(chunks, optimizer, hf_config)
-    groups = parts.groups
-    require(
-        not config.actor.offload_params or all(hasattr(b, "param_data") and b.param_data is not None
-                                               for c in chunks for b in c.buffers),
-        "actor.offload_params: the host's weights lie in no buffer that could be moved; build its "
-        "model and optimizer with use_distributed_optimizer=True",
-    )  # fmt: skip
-    check_host_model(parts, hf_config)
-    tensor = groups.tensor.size() if parts.config.sequence_parallel else 1
-    parts.cut = SequenceSplit(form_of(parts), groups.context.size(), groups.context.rank(), tensor)
-    parts.dropout = silenced_dropout(parts.raw)
-    return parts
-
-
-def hosted_actor(given: TrainConfig, parts: Parts) -> TrainConfig:
-    """The actor's config with the host's layout in it."""
-    from megatron.core import parallel_state as ps
-
-    config = parts.config
-    layout = {
-        "tensor_parallel": parts.groups.tensor.size(),
-        "sequence_parallel": config.sequence_parallel,
-        "pipeline_parallel": parts.groups.pipeline.size(),
-        "virtual_pipeline": len(parts.chunks),
-        "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
-        "context_parallel": parts.groups.context.size(),
-        "expert_parallel": ps.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel": (
-            ps.get_expert_tensor_parallel_world_size() if config.num_moe_experts else 1
-        ),
-    }  # fmt: skip
-    for name, value in layout.items():
-        said, default = getattr(given, name), getattr(TrainConfig(), name)
-        require(
-            said in (value, default), f"actor.{name}={said}, but the host's model has {value}: "
-            "leave it out",
-        )  # fmt: skip
-    dtype: Any = str(config.params_dtype).removeprefix("torch.")
-    return replace(given, engine="megatron", dtype=dtype, **layout)
-
-
 @contextmanager
 def untouched() -> Iterator[None]:
     """Random states, environment and the root logger are afterwards what they were before."""
@@ -342,7 +291,10 @@ def untouched() -> Iterator[None]:
 
 @contextmanager
 def preserved_tracker() -> Iterator[None]:
-    """Keeps Megatron's own generators, by name, as they were."""
+    """Keeps Megatron's own generators, by name, as they were, where the program has Megatron."""
+    if "megatron.core.tensor_parallel" not in sys.modules:
+        yield
+        return
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()

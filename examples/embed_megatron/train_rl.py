@@ -40,7 +40,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
-from spmdrl.embed import attach  # noqa: E402
+from spmdrl.embed import attach, interleave  # noqa: E402
 
 
 def parse_args():
@@ -62,6 +62,7 @@ def parse_args():
     parser.add_argument("--finetune", action="store_true", help="load the weights alone")
     parser.add_argument("--save-interval", type=int, default=300)
     parser.add_argument("--rl-config", default=None)
+    parser.add_argument("--rl-schedule", type=json.loads, default={"rl": 1}, help="of iterations")
     parser.add_argument("--log-interval", type=int, default=20)
     return parser.parse_args()
 
@@ -239,13 +240,14 @@ def train(args, at_end):
     optimizer, schedule = setup_optimizer(args, model)
     iteration = load_checkpoint(args, model, optimizer, schedule) if args.load else 0
     data_iterator = train_data_iterator(args)
+    kinds = interleave(**args.rl_schedule)
     if args.rl_config:
         rl = attach(model, optimizer, load_config(args.rl_config, PpoConfig, {}))
         at_end.callback(rl.close)  # whatever happens
     while iteration < args.train_iters:
         started = time.perf_counter()
-        if args.rl_config:
-            found = rl.step(iteration + 1)
+        if args.rl_config and kinds.kind(iteration + 1) == "rl":
+            found = rl.step(kinds.count("rl", iteration + 1))
             metrics = {name: found[name] for name in ("reward/mean", "actor/grad_norm", "actor/lr")}
         else:
             metrics = train_step(args, data_iterator, model, optimizer)

@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -223,21 +223,37 @@ def copy_with(
     return made
 
 
-def forget_pass(module: nn.Module) -> None:
+def forget_pass(root: Any) -> None:
     """Brings an FSDP2 root back to where a pass can begin, after an exception within one: weights
     are shards, and no gradients of earlier micro-batches are left. Clears
     FSDPParam.unsharded_accumulated_grad and the gradient of FSDPParam._unsharded_param, which
-    reset_iter_state says to discard and does not in torch 2.13.
+    reset_iter_state says to discard and does not in torch 2.13. Reads FSDPState._is_root, which is
+    None before the first pass: then there is nothing to forget, and reset_iter_state would fail.
     """
-    root: Any = module
+    if root._get_fsdp_state()._is_root is None:
+        return
     root.reset_iter_state()
-    for unit in module.modules():
+    for unit in root.modules():
         if isinstance(unit, FSDPModule):
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for held in group.fsdp_params:
                     held.unsharded_accumulated_grad = None
                     if hasattr(held, "_unsharded_param"):  # from the first gather on
                         held._unsharded_param.grad = None
+
+
+def fsdp_settings(unit: FSDPModule) -> tuple[MixedPrecisionPolicy, list[float | None]]:
+    """Returns the mixed precision of an FSDP2 unit, and by what it divides the gradients of each of
+    its groups of parameters (None: by the number of ranks). Reads FSDPState._mp_policy and
+    FSDPParamGroup.gradient_divide_factor.
+    """
+    state = unit._get_fsdp_state()
+    return state._mp_policy, [g.gradient_divide_factor for g in state._fsdp_param_groups]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether module.compile() was called. Reads nn.Module._compiled_call_impl."""
+    return module._compiled_call_impl is not None
 
 
 def adam_(**settings: Any) -> None:

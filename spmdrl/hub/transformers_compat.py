@@ -38,7 +38,7 @@ def attention_name(config: PreTrainedConfig) -> str | None:
     return config._attn_implementation
 
 
-def set_attention_name(config: Any, name: str) -> None:
+def set_attention_name(config: Any, name: str | None) -> None:
     """Sets the attention function of a part of a model, its vision tower say, by that part's
     config; the rest keeps its own. Writes the config's _attn_implementation.
     """

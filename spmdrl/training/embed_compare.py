@@ -1,4 +1,4 @@
-"""Whether the engine that samples computes what another program's Megatron model computes."""
+"""Whether the engine that samples computes what another program's model computes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from spmdrl.config import require
 from spmdrl.data.packing import pack_samples
+from spmdrl.engines.external_actor import ExternalActor
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.seeds import seed_of
 from spmdrl.training.build import RlRun
@@ -23,14 +24,14 @@ WITH_EXPERTS = 2.0  # times as far in half precision: rounding sends tokens to o
 PROMPTS, TOKENS = 4, 16  # of each engine, and at most so many of each answer
 
 
-def check_gap(run: RlRun, host_dtype: torch.dtype, tolerance: float | None) -> float:
+def check_gap(run: RlRun, host: ExternalActor, tolerance: float | None) -> float:
     """Compares log-probabilities of tokens that every engine samples; their mean difference.
 
     The engines have the host's weights. Raises ConfigError above the tolerance, on every rank.
     Collective over all ranks.
     """
     roles, config = run.roles, run.config
-    allowed = tolerance_of(run, host_dtype) if tolerance is None else tolerance
+    allowed = tolerance_of(run, host) if tolerance is None else tolerance
     with roles.phases("sample to compare"):
         rows = few_answers(run)
         if roles.sampler.here and roles.sleeps:
@@ -42,7 +43,7 @@ def check_gap(run: RlRun, host_dtype: torch.dtype, tolerance: float | None) -> f
             f"attach: the host's model is not what config.model ({config.model}) describes: over "
             f"{count} sampled tokens the log-probabilities of the rollout engine and of the host "
             f"differ by {mean:.3g} on average, by {largest:.3g} at most, and "
-            f"{allowed:g} is allowed ({precision(run, host_dtype)}). The engine has the host's "
+            f"{allowed:g} is allowed ({precision(run, host.dtype)}). The engine has the host's "
             "weights, so the two compute something else with them: compare the host's arguments "
             "with config.json. attach(..., tolerance=...) allows more",
         )
@@ -63,10 +64,9 @@ def precision(run: RlRun, host_dtype: torch.dtype) -> str:
     return host if rollout.dtype == "float32" else rollout.dtype
 
 
-def tolerance_of(run: RlRun, host_dtype: torch.dtype) -> float:
-    name, actor = precision(run, host_dtype), run.roles.actor.model
-    parts: Any = actor.parts  # type: ignore[attr-defined]
-    factor = WITH_EXPERTS if parts.config.num_moe_experts and name != "float32" else 1.0
+def tolerance_of(run: RlRun, host: ExternalActor) -> float:
+    name = precision(run, host.dtype)
+    factor = WITH_EXPERTS if host.has_experts and name != "float32" else 1.0
     return TOLERANCE[name] * factor
 
 

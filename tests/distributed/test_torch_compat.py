@@ -301,3 +301,23 @@ def test_torch_still_keeps_gradients_that_were_not_reduced_in_its_fsdp_params(dt
             torch_compat.forget_pass(model)
     weight: Any = model.weight
     assert torch.equal(weight.grad.full_tensor(), torch.ones(2, 3))
+
+
+def test_torch_still_says_how_an_fsdp_unit_computes_and_divides() -> None:
+    mesh = DeviceMesh("cpu", [0], mesh_dim_names=("fsdp",))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = nn.Linear(3, 2)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+    assert torch_compat.fsdp_settings(model) == (policy, [None])
+    model.set_gradient_divide_factor(3.0)
+    assert torch_compat.fsdp_settings(model) == (policy, [3.0])
+    torch_compat.forget_pass(model)  # before the first pass there is none
+    assert model(torch.ones(1, 3)).dtype == torch.float32
+
+
+def test_torch_still_marks_modules_that_are_compiled_in_place() -> None:
+    module = nn.Linear(3, 2)
+    assert not torch_compat.is_compiled(module)
+    module.compile()
+    assert torch_compat.is_compiled(module)

@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule
 
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
 from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
-from spmdrl.data.images import BatchImages, ProcessorFiles
+from spmdrl.data.images import BatchImages
 from spmdrl.data.shared_prefix import Unit
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -31,6 +30,7 @@ from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
 from spmdrl.engines.fsdp.experts import check_experts, split_experts
+from spmdrl.engines.fsdp.hosted_policy import HostedPolicy
 from spmdrl.engines.fsdp.inputs import ModelInputs, image_inputs
 from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.lora import Adapters, adapters_off, add_adapters
@@ -42,10 +42,10 @@ from spmdrl.engines.fsdp.model import (
     decoder_layers,
     require_given,
 )
+from spmdrl.engines.fsdp.model_files import files_beside_weights
 from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.fsdp.packed_rows import Packing
-from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
 from spmdrl.engines.fsdp.prefix_sharing import units_for
 from spmdrl.engines.fsdp.router_replay import Routers
 from spmdrl.engines.fsdp.sharded_loading import (
@@ -61,6 +61,7 @@ from spmdrl.engines.fsdp.sharding import (
     clip_gradients,
     gathers_once,
     layers_resharded,
+    reshard_root,
     set_replica_sync,
     shard,
 )
@@ -85,9 +86,7 @@ from spmdrl.engines.micro_batches import (
     token_rows,
 )
 from spmdrl.engines.policy_head import num_columns, policy_stats, table_of, with_students
-from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
-from spmdrl.hub.hf_folder import load_hf_config, sees_images, towers
-from spmdrl.hub.remote_code import code_files
+from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.buffers import kept_tensors, persistent_buffers
 from spmdrl.weights.checkpoint_names import checkpoint_parts
@@ -99,17 +98,6 @@ HEADS: dict[str, type[nn.Module]] = {
 }  # fmt: skip
 
 logger = logging.getLogger(__name__)
-
-
-def use_layers(hf: Any, config: TrainConfig, device: torch.device, strict: bool) -> None:
-    """Gives the model the layers that it is trained with, and freezes its tower if asked to."""
-    if not strict:
-        layers.use_kernels(hf, config, device)
-    layers.use_attention(hf, config, device)
-    run_per_sequence(hf)
-    if config.freeze_vision:
-        for part in towers(hf):
-            part.requires_grad_(False)
 
 
 class FsdpEngine:
@@ -141,7 +129,7 @@ class FsdpEngine:
         self.config, self.topology, self.team = config, topology, SequenceParallelGroup.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
         hf, files = open_model(kind, model, topology, load_weights)
-        use_layers(hf, config, topology.device, strict)
+        layers.use_layers(hf, config, topology.device, strict)
         replays = kind == "policy" and not frozen and config.router_replay is not None
         self.routers = Routers(hf) if replays else None
         self.pretrained = files_beside_weights(hf, kind, model)
@@ -187,16 +175,41 @@ class FsdpEngine:
         else:
             allocate(self.module, topology.device, config.offload_policy)
             self._fill(files)
-        self.trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self.trained: dict[str, Tensor] = {
+            n: p for n, p in self.module.named_parameters() if p.requires_grad
+        }  # fmt: skip
         self.params = list(self.trained.values())
         self.optimizer: Optimizer | None = None
         self.average: dict[str, Tensor] = {}  # of the trained weights, where config.ema is set
         self.num_updates = 0
         self.copies: HostCopies | None = None  # of all that is saved, from the first `stage` on
+        self.driven: Callable[[], AbstractContextManager[Any]] = nullcontext  # around all passes
+        self.loss_scale = 1.0  # by what losses are multiplied, so that gradients are their sum
         if frozen:
             self.module.requires_grad_(False)
         else:
             self._start_training(hidden)
+
+    @classmethod
+    def of_host(cls, host: HostedPolicy, config: TrainConfig, topology: Topology) -> FsdpEngine:
+        """Returns an engine around a policy that another program has built, sharded and trains.
+
+        topology: its axes dp and fsdp are the mesh of the program's fully_shard.
+        """
+        engine = cls.__new__(cls)
+        engine.config, engine.topology, engine.team = config, topology, None
+        engine.routers, engine.adapters, engine.without_adapters = None, None, False
+        engine.pretrained, engine.parts = [host.hf.config], checkpoint_parts(host.hf.config)
+        engine.module, engine.in_pairs = host.module, False
+        engine.shares_prefixes = shares_prefixes(config, False, host.hf.config)
+        # sharding is the program's: what it gathers when is not changed here
+        engine.gathers_once = engine.keeps_gathered = False
+        engine.offloaded, engine.driven = nullcontext(), host.driven
+        engine.loss_scale = host.loss_scale
+        engine.trained, engine.optimizer = host.trained, host.optimizer
+        engine.params = list(engine.trained.values())
+        engine.average, engine.num_updates, engine.copies = {}, 0, None
+        return engine
 
     def _start_training(self, hidden: Any) -> None:
         """hidden: as hidden_matrices gives it."""
@@ -237,6 +250,7 @@ class FsdpEngine:
         result = torch.zeros(columns, own.num_tokens)
         found: list[tuple[MicroBatch, Tensor]] = []  # on the device until all is computed
         with (
+            self.driven(),
             adapters_off(self.module) if self.without_adapters else nullcontext(),
             layers_resharded(self.module) if self.keeps_gathered else nullcontext(),
             all_passes(self.module, self.gathers_once),
@@ -248,8 +262,7 @@ class FsdpEngine:
         for mb, values in found if own.num_tokens else ():  # on the rank that asked
             rows = token_rows(own, mb.seqs)
             result[:, rows] = values.cpu()[:, : len(rows)]
-        assert isinstance(self.module, FSDPModule)
-        self.module.reshard()  # the root keeps its full weights for a backward pass that never is
+        reshard_root(self.module)  # it keeps its full weights for a backward pass that never is
         return result
 
     # ---- training
@@ -266,18 +279,17 @@ class FsdpEngine:
             return {}
         parts = self.micro_batches(batch)
         self.optimizer.zero_grad()  # of an update that an exception has ended
-        with all_passes(self.module, self.gathers_once):
+        with self.driven(), all_passes(self.module, self.gathers_once):
             sums = self.backward(parts, loss_fn, temperature, images)
         grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
         totals = reduce_metrics(counted_once(sums, self.team), group)
-        lr = learning_rate(self.config.optim, self.num_updates)
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):
             self.optimizer.zero_grad()
             raise FloatingPointError(
                 f"update {self.num_updates + 1}: loss {totals['loss_sum']}, gradient norm "
                 f"{float(grad_norm)}; the weights are unchanged"
             )
-        self.optimizer.set_lr(lr)
+        lr = self.optimizer.set_lr(learning_rate(self.config.optim, self.num_updates))
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average:
@@ -308,7 +320,7 @@ class FsdpEngine:
                         logprobs = self._value(inputs, images)
                         entropy = torch.zeros_like(logprobs)
                 loss, metrics = loss_fn(logprobs, entropy, inputs.batch)
-                loss.backward()
+                loss.backward(torch.full_like(loss, self.loss_scale))
             add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
         return sums
 
@@ -487,13 +499,3 @@ class FsdpEngine:
             self.optimizer.set_step(self.num_updates)
         if "ema" not in state:
             ema.restart(self.average, self.trained)
-
-
-def files_beside_weights(hf: Any, kind: str, model: str) -> list[Any]:
-    """Returns what a checkpoint has beside its weights, each with save_pretrained: configs, code of
-    the model's own, and the processor of its images.
-    """
-    config = as_stored(hf.config, stored_dtype(load_hf_config(model), model))
-    generation = [hf.generation_config] if kind != "reward" else []
-    processor = [ProcessorFiles(model)] if sees_images(hf.config) else []
-    return [config, *generation, *code_files(hf.config), *processor]

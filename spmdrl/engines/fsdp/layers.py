@@ -34,7 +34,8 @@ from spmdrl.distributed.torch_compat import copy_with
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.compat import apply_liger, liger_model_types
 from spmdrl.engines.fsdp.packed_rows import Packing
-from spmdrl.hub.hf_folder import sees_images
+from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
+from spmdrl.hub.hf_folder import sees_images, towers
 from spmdrl.hub.tiny_config import FAILURES
 
 BACKEND = "inductor"  # of torch.compile
@@ -61,6 +62,17 @@ def check_here(config: TrainConfig, device: torch.device) -> None:
         raise ConfigError("activation_offload: the activations are on the CPU already; turn it off")
     if config.compile:
         require_compiler("compile", "turn it off")
+
+
+def use_layers(hf: Any, config: TrainConfig, device: torch.device, strict: bool) -> None:
+    """Gives the model the layers that it is trained with, and freezes its tower if asked to."""
+    if not strict:
+        use_kernels(hf, config, device)
+    use_attention(hf, config, device)
+    run_per_sequence(hf)
+    if config.freeze_vision:
+        for part in towers(hf):
+            part.requires_grad_(False)
 
 
 def use_kernels(hf: PreTrainedModel, config: TrainConfig, device: torch.device) -> None:
@@ -272,7 +284,16 @@ def use_liger(hf: PreTrainedModel) -> None:
 
 
 def use_attention(hf: PreTrainedModel, config: TrainConfig, device: torch.device) -> None:
-    """Has the model call packed attention with the kernel that config.attention names.
+    """Has the model call packed attention with the kernel that config.attention names."""
+    name = packed_attention_name(hf, config, device)
+    if name != attention.NAME:  # which models are built with
+        text: Any = hf.base_model.language_model if sees_images(hf.config) else hf
+        text.set_attn_implementation(name)
+
+
+def packed_attention_name(hf: PreTrainedModel, config: TrainConfig, device: torch.device) -> str:
+    """Returns the name by which transformers knows packed attention with the kernel that
+    config.attention names, and makes it known.
 
     auto: torch's own, which needs no package, but flash-attn's for soft-capped scores. Raises
     ConfigError where these are wanted on a GPU, and flash-attn is not there.
@@ -301,12 +322,11 @@ def use_attention(hf: PreTrainedModel, config: TrainConfig, device: torch.device
         function = partial(function, flash=flash_attn_varlen)
     if config.compile:  # what differs from micro-batch to micro-batch stays out of the graph
         function = torch.compiler.disable(function)
+    # no name may have "flash" in it, which transformers takes for its own
+    name = f"{attention.NAME}{'_fa' * wants}{'_outside' * config.compile}"
     if function is not attention.packed_attention:
-        # no name may have "flash" in it, which transformers takes for its own
-        name = f"{attention.NAME}{'_fa' * wants}{'_outside' * config.compile}"
         AttentionInterface.register(name, function)
-        text: Any = hf.base_model.language_model if sees_images(hf.config) else hf
-        text.set_attn_implementation(name)
+    return name
 
 
 def flash_attn_varlen(

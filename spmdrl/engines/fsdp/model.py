@@ -339,12 +339,19 @@ def without_noise(hf: PreTrainedModel) -> None:
     """Turns off dropout, the dropping of layers and the noise of routers in every pass: old and new
     logprobs must differ by the update alone.
     """
-    for module in hf.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and (name in NOISE or "dropout" in name):
-                setattr(module, name, 0.0)
+    for module, name, _ in noise_of(hf):
+        setattr(module, name, 0.0)
+
+
+def noise_of(hf: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """Returns where a model's noise is: module, attribute, value."""
+    return [
+        (module, name, value)
+        for module in hf.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+        and (name in NOISE or "dropout" in name or (name == "p" and isinstance(module, nn.Dropout)))
+    ]
 
 
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:

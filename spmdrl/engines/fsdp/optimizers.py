@@ -33,21 +33,30 @@ class Optimizer:
     """One optimizer or two over the weights of a model, as an engine drives them."""
 
     def __init__(
-        self, name: str, weights: Mapping[str, Tensor], parts: list[torch.optim.Optimizer]
-    ) -> None:
-        self.name, self.weights, self.parts = name, weights, parts
+        self, name: str, weights: Mapping[str, Tensor], parts: list[torch.optim.Optimizer],
+        owned: bool = True,
+    ) -> None:  # fmt: skip
+        """owned: learning rates are ours to set, and not those of another program's schedule."""
+        self.name, self.weights, self.parts, self.owned = name, weights, parts, owned
         self.on_cpu = all(p.device.type == "cpu" for p in weights.values())
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
         return {p: state for part in self.parts for p, state in part.state.items()}
 
-    def set_lr(self, lr: float) -> None:
-        for group in [group for part in self.parts for group in part.param_groups]:
+    def set_lr(self, lr: float) -> float:
+        """Returns the learning rate of the step to come: this one, or what the other program has
+        set, the largest of its groups.
+        """
+        groups = [group for part in self.parts for group in part.param_groups]
+        if not self.owned:
+            return max(float(group["lr"]) for group in groups)
+        for group in groups:
             if isinstance(group["lr"], Tensor):  # torchao's, so that a new rate compiles nothing
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
+        return lr
 
     def step(self) -> None:
         # torchao compiles its step, which on a CPU takes seconds and wants a C++ compiler

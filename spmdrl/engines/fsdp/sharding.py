@@ -94,6 +94,17 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
+def root_of(module: nn.Module) -> FSDPModule | None:
+    """Returns the outermost unit; None where nothing is sharded (another program's model)."""
+    return next((part for part in module.modules() if isinstance(part, FSDPModule)), None)
+
+
+def reshard_root(module: nn.Module) -> None:
+    root = root_of(module)
+    if root is not None:
+        root.reshard()
+
+
 @contextmanager
 def all_passes(module: nn.Module, once: bool) -> Iterator[None]:
     """Around the passes over all micro-batches of a batch. once: meanwhile all units have their
@@ -105,6 +116,7 @@ def all_passes(module: nn.Module, once: bool) -> Iterator[None]:
     wait for a rank that is lost.
     """
     units = units_of(module) if once else []
+    root = root_of(module)
     forgotten = Exception if once else FloatingPointError
     try:
         for unit in units:
@@ -112,7 +124,8 @@ def all_passes(module: nn.Module, once: bool) -> Iterator[None]:
             unit.unshard()
         yield
     except forgotten:
-        forget_pass(module)
+        if root is not None:
+            forget_pass(root)
         raise
     for unit in units:
         unit.reshard()
@@ -146,12 +159,14 @@ def set_replica_sync(module: nn.Module, last: bool, once: bool) -> None:
     once: weights were gathered for all micro-batches (gathers_once). The last gives them back, and
     until then each gradient is added to its sum, in float32, where it was computed.
     """
-    assert isinstance(module, FSDPModule)
+    root = root_of(module)
+    if root is None:
+        return
     if once:
-        module.set_reshard_after_backward(last)
-        module.set_requires_gradient_sync(last)
+        root.set_reshard_after_backward(last)
+        root.set_requires_gradient_sync(last)
     else:
-        module.set_requires_all_reduce(last)
+        root.set_requires_all_reduce(last)
 
 
 def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) -> Tensor:

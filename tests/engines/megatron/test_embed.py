@@ -43,8 +43,8 @@ def host_updates(topology, model, folder, sizes, per_token, *vocab):
     """What was learnt goes through files of Hugging Face's format and back."""
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.distributed.topology import Topology
-    from spmdrl.embed import host_parts, hosted_actor
     from spmdrl.engines.megatron.engine import MegatronEngine
+    from spmdrl.engines.megatron.hosted_actor import host_parts, hosted_actor
 
     torch.manual_seed(0)
     chunks, optimizer = host_model(model, per_token, *vocab, **sizes)

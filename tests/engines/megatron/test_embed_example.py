@@ -50,19 +50,20 @@ def test_few_lines_make_it_rl():
 @pytest.mark.ranks
 @pytest.mark.strict_nccl
 @pytest.mark.timeout(420)
-def test_the_program_trains_and_then_learns_from_rewards(folder):
+def test_the_program_trains_and_then_learns_from_rewards_and_examples_in_turn(folder):
     said = run(folder, "train.py", "--train-iters", "200", "--log-interval", "50",
                "--micro-batch-size", "64")  # fmt: skip
     losses = [float(x) for x in re.findall(r"\| loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] - 0.1
     said = run(
         folder, "train_rl.py", "--load", "runs/embed/pretrained", "--finetune", "--save",
-        "runs/embed/rl", "--lr", "5e-4", "--lr-warmup-iters", "1", "--train-iters", "18",
-        "--log-interval", "1", "--rl-config", str(EXAMPLE / "rl_config.py"),
+        "runs/embed/rl", "--lr", "5e-4", "--lr-warmup-iters", "1", "--train-iters", "20",
+        "--rl-schedule", '{"rl": 9, "sft": 1}', "--log-interval", "1",
+        "--rl-config", str(EXAMPLE / "rl_config.py"),
     )  # fmt: skip
     rewards = [float(x) for x in re.findall(r"reward/mean ([\d.]+)", said)]
-    assert len(rewards) == 18
+    assert len(rewards) == 18 and len(re.findall(r"\| loss [\d.]+", said)) == 2
     assert sum(rewards[-6:]) > 1.3 * sum(rewards[:6]), rewards
     assert "eval/reward" in said
     # its own checkpoint format, in which it goes on
-    assert (folder / "runs/embed/rl/iter_0000018/metadata.json").is_file()
+    assert (folder / "runs/embed/rl/iter_0000020/metadata.json").is_file()

@@ -1,0 +1,84 @@
+"""An actor that another program has built with transformers and FSDP2 (ExternalActor)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from spmdrl.config import PpoConfig, TrainConfig
+from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import forget_pass
+from spmdrl.engines.fsdp.engine import FsdpEngine
+from spmdrl.engines.fsdp.experts import expert_modules
+from spmdrl.engines.fsdp.external_model import (
+    check_actor,
+    check_architecture,
+    check_kind,
+    check_offload,
+    check_optimizer,
+    sharding_of,
+)
+from spmdrl.engines.fsdp.hosted_policy import HostedPolicy
+from spmdrl.engines.fsdp.layers import check_here, packed_attention_name
+from spmdrl.engines.fsdp.optimizers import Optimizer
+from spmdrl.engines.fsdp.sharding import root_of, units_of
+from spmdrl.hub.hf_folder import load_hf_config
+
+
+class FsdpActor:
+    """A PreTrainedModel that is sharded by fully_shard, or whole on the only rank, and the
+    torch.optim.Optimizer of its weights.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, config: PpoConfig) -> None:
+        """Raises ConfigError where something is missing that a step needs."""
+        check_kind(model)
+        check_architecture(model, load_hf_config(config.model))
+        self.model = model
+        with self.driven_by_us():
+            self.sharding = sharding_of(model)
+            check_optimizer(optimizer, model)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        own = Optimizer("host", trained, [optimizer], owned=False)
+        self.policy = HostedPolicy(model, own, self.sharding.divisor)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sharding.dtype
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(expert_modules(self.model))
+
+    def role(self, given: TrainConfig) -> TrainConfig:
+        check_actor(given, self.sharding)
+        dtype: Any = str(self.dtype).removeprefix("torch.")
+        return replace(given, dtype=dtype, fsdp=self.sharding.sharers)
+
+    def engine(self, role: TrainConfig, everyone: Topology) -> FsdpEngine:
+        check_here(role, everyone.device)
+        check_offload(role, self.model, everyone.device)
+        self.policy.attention = packed_attention_name(self.model, role, everyone.device)
+        layout = Topology.build(
+            everyone.device, share=everyone, dp=self.sharding.replicas, fsdp=self.sharding.sharers
+        )
+        return FsdpEngine.of_host(self.policy, role, layout)
+
+    @contextmanager
+    def driven_by_us(self) -> Iterator[None]:
+        """Weights are shards, before and after: units that the host has left gathered have what
+        they were before its last optimizer step.
+        """
+        root = root_of(self.model)
+        if root is not None:
+            forget_pass(root)
+            root.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            for unit in units_of(self.model):
+                unit.reshard()
