@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
 from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
-from spmdrl.data.images import BatchImages, ProcessorFiles
+from spmdrl.data.images import BatchImages
 from spmdrl.data.shared_prefix import Unit
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -40,6 +40,7 @@ from spmdrl.engines.fsdp.model import (
     TokenReward,
     TokenValue,
     decoder_layers,
+    files_beside_weights,
     require_given,
 )
 from spmdrl.engines.fsdp.muon import hidden_matrices
@@ -47,6 +48,7 @@ from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_sam
 from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
 from spmdrl.engines.fsdp.prefix_sharing import units_for
+from spmdrl.engines.fsdp.recording import record_pass
 from spmdrl.engines.fsdp.router_replay import Routers
 from spmdrl.engines.fsdp.sharded_loading import (
     allocate,
@@ -85,9 +87,9 @@ from spmdrl.engines.micro_batches import (
     token_rows,
 )
 from spmdrl.engines.policy_head import num_columns, policy_stats, table_of, with_students
-from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
-from spmdrl.hub.hf_folder import load_hf_config, sees_images, towers
-from spmdrl.hub.remote_code import code_files
+from spmdrl.engines.recorded_pass import RecordedPass
+from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.hub.hf_folder import towers
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.buffers import kept_tensors, persistent_buffers
 from spmdrl.weights.checkpoint_names import checkpoint_parts
@@ -251,6 +253,9 @@ class FsdpEngine:
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()  # the root keeps its full weights for a backward pass that never is
         return result
+
+    def record_pass(self, batch: Batch, rows: Tensor, temperature: float) -> RecordedPass:
+        return record_pass(self, batch, rows, temperature)
 
     # ---- training
 
@@ -485,13 +490,3 @@ class FsdpEngine:
             self.optimizer.set_step(self.num_updates)
         if "ema" not in state:
             ema.restart(self.average, self.trained)
-
-
-def files_beside_weights(hf: Any, kind: str, model: str) -> list[Any]:
-    """Returns what a checkpoint has beside its weights, each with save_pretrained: configs, code of
-    the model's own, and the processor of its images.
-    """
-    config = as_stored(hf.config, stored_dtype(load_hf_config(model), model))
-    generation = [hf.generation_config] if kind != "reward" else []
-    processor = [ProcessorFiles(model)] if sees_images(hf.config) else []
-    return [config, *generation, *code_files(hf.config), *processor]

@@ -23,10 +23,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from spmdrl.config import ConfigError
-from spmdrl.data.images import ImageInputs
+from spmdrl.data.images import ImageInputs, ProcessorFiles
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.policy_head import head_results
+from spmdrl.engines.stored_dtype import as_stored, stored_dtype
 from spmdrl.hub.hf_folder import (
     auto_class,
     check_files,
@@ -37,7 +38,7 @@ from spmdrl.hub.hf_folder import (
     whole_config,
 )
 from spmdrl.hub.language_model import KEY_MAPPING
-from spmdrl.hub.remote_code import UNREADABLE, reason_of
+from spmdrl.hub.remote_code import UNREADABLE, code_files, reason_of
 from spmdrl.hub.transformers_compat import set_attention_name, undivided_layers
 from spmdrl.hub.vision_families import FAMILIES
 
@@ -354,3 +355,13 @@ def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     if not layers:
         raise ConfigError(f"{type(hf).__name__} does not say which modules are its layers")
     return layers
+
+
+def files_beside_weights(hf: Any, kind: str, model: str) -> list[Any]:
+    """Returns what a checkpoint has beside its weights, each with save_pretrained: configs, code of
+    the model's own, and the processor of its images.
+    """
+    config = as_stored(hf.config, stored_dtype(load_hf_config(model), model))
+    generation = [hf.generation_config] if kind != "reward" else []
+    processor = [ProcessorFiles(model)] if sees_images(hf.config) else []
+    return [config, *generation, *code_files(hf.config), *processor]
