@@ -163,8 +163,8 @@ def settings_apart(engine: RecordedPass, trainer: RecordedPass) -> list[str]:
         path, theirs, scale = found[0]
         sentences.append(
             f"The attention scale differs in {len(found)} of {len(trainer.scales)} layers, first "
-            f"in {path.rpartition('.')[0]}: the engine multiplies scores by {theirs:.6g}, the trainer "
-            f"by {scale:.6g}."
+            f"in {path.rpartition('.')[0]}: the engine multiplies scores by {theirs:.6g}, the "
+            f"trainer by {scale:.6g}."
         )
     if len(engine.rotations) == len(trainer.rotations) == 1:
         sentences += rotations_apart(engine, trainer)
@@ -239,7 +239,7 @@ def describe_flip(flip: Flip, engine: str, dtype: str) -> list[str]:
     sentences = [
         f"The first flipped expert: in layer {flip.layer} token {flip.token} goes to expert "
         f"{listed(flip.engine)} in {engine}, and to {listed(flip.trainer)} in the trainer "
-        f"({flip.router}). All before it agrees; {flip.count} tokens of this layer differ."
+        f"({flip.router}). All before it agrees; {counted(flip.count)} of this layer."
     ]
     if flip.margin is not None and flip.apart is not None:
         near = 0 <= flip.margin <= 2 * flip.apart
@@ -251,6 +251,10 @@ def describe_flip(flip: Flip, engine: str, dtype: str) -> list[str]:
                "so the routers choose by different rules.")
         )  # fmt: skip
     return sentences
+
+
+def counted(tokens: int) -> str:
+    return "it is the only such token" if tokens == 1 else f"there are {tokens} such tokens"
 
 
 def listed(numbers: list[Any]) -> str:
