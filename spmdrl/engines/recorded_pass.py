@@ -102,9 +102,16 @@ class PassRecorder:
         return found
 
     def recorded(self, dtype: torch.dtype) -> RecordedPass:
+        """Raises RuntimeError where the pass was not over the tokens that were asked for."""
+        records = self.records()
+        if FINAL not in records:
+            raise RuntimeError(
+                f"a pass over {self.num_tokens} tokens gave last hidden states of "
+                f"{self.seen.get((FINAL, 'out'), 0)}: its modules cannot be compared"
+            )
         experts = {path: torch.cat(parts) for path, parts in self.experts.items()}
         return RecordedPass(
-            self.rows, self.records(), dtype, rotations=self.rotations, scales=self.scales,
+            self.rows, records, dtype, rotations=self.rotations, scales=self.scales,
             experts={p: t[: self.num_tokens] for p, t in experts.items()},
         )  # fmt: skip
 
