@@ -15,7 +15,7 @@ from spmdrl.data.packing import empty_batch
 from spmdrl.engines.recorded_pass import FINAL, PassRecorder, RecordedPass
 from spmdrl.training.checks.mismatch import check_explain_mismatch
 from spmdrl.training.checks.rl import check
-from spmdrl.training.mismatch.points import compare_passes, local_part
+from spmdrl.training.mismatch.points import compare_passes, local_part, names_of
 from spmdrl.training.mismatch.sample import WorstSample, rows_of_interest
 from spmdrl.training.mismatch.verdict import first_divergence, rounding_of
 
@@ -97,20 +97,23 @@ def recorded(outputs: dict[str, torch.Tensor]) -> RecordedPass:
     return recorder.recorded(torch.float32)
 
 
-def test_a_factor_counts_where_what_follows_parts():
-    """One model may scale its embedding inside a module, and the other outside."""
+def test_a_difference_counts_where_the_layers_result_parts():
+    """One model may scale its embedding inside a module, and the other behind it."""
     draw = torch.Generator().manual_seed(0)
     a, b, c = (torch.randn(6, 4, generator=draw) for _ in range(3))
     rounding = rounding_of(torch.float32)
     engine = recorded({"embed": a, "model.layers.0": b, "norm": c})
     inside = recorded({"embed": a, "model.layers.0": b, "norm": c})
     inside.records["embed"] = inside.records["embed"]._replace(output=a * 8)
-    points = compare_passes(engine, inside, rounding)
-    assert points[0].is_multiple and first_divergence(points, {}, rounding) is None
+    assert first_divergence(compare_passes(engine, inside), {}, rounding) is None
     missing = recorded({"embed": a * 8, "model.layers.0": b + 1, "norm": c + 1})
-    points = compare_passes(engine, missing, rounding)
-    found = first_divergence(points, {}, rounding)
+    found = first_divergence(compare_passes(engine, missing), {}, rounding)
     assert found is not None and (found.kind, found.name) == ("output", "embed")
+
+
+def test_modules_are_paired_by_either_sides_name():
+    assert "model.layers.0.mlp.gate" in names_of("model.layers.0.block_sparse_moe.gate")
+    assert names_of("model.language_model.layers.1")[0] == "model.layers.1" and names_of("") == [""]
 
 
 def test_what_comes_between_two_modules_is_told_from_the_modules():
@@ -120,7 +123,7 @@ def test_what_comes_between_two_modules_is_told_from_the_modules():
     engine, trainer = recorded({"one": a, "two": b}), recorded({"one": a, "two": b + 1})
     record = trainer.records["two"]
     trainer.records["two"] = record._replace(inputs=[a + 1])
-    found = first_divergence(compare_passes(engine, trainer, rounding), {}, rounding)
+    found = first_divergence(compare_passes(engine, trainer), {}, rounding)
     assert found is not None and (found.kind, found.name) == ("input", "two")
 
 

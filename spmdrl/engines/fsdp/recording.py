@@ -137,16 +137,13 @@ def routers_of(hf: Any) -> dict[str, int]:
 
 @contextmanager
 def rotation_hooks(hf: Any, recorder: PassRecorder) -> Iterator[None]:
-    """Meanwhile the recorder takes the cosines and sines that rotary embeddings return, where
-    their two halves are the same.
-    """
+    """Meanwhile the recorder takes the cosines and sines that rotary embeddings return."""
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         tables = floats_in(output) if isinstance(output, tuple) else []
         found = [rows for t in tables if (rows := rows_of(recorder.num_tokens, t)) is not None]
         if len(found) == 2 and found[0].ndim == 2:
-            halves = [t.detach()[:, : t.shape[1] // 2].float().cpu() for t in found]
-            recorder.rotations.append(Rotation(*halves))
+            recorder.rotations.append(Rotation(*(by_pairs(t.detach()) for t in found)))
 
     handles = [m.register_forward_hook(after) for m in hf.modules() if is_rotary(m)]
     try:
@@ -154,6 +151,17 @@ def rotation_hooks(hf: Any, recorder: PassRecorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def by_pairs(table: Tensor) -> Tensor:
+    """(num_tokens, size) -> (num_tokens, pairs) float32 on the CPU. Most models have a number for
+    both of a pair: in two halves, or side by side.
+    """
+    half = table.shape[1] // 2
+    for first, second in ((table[:, :half], table[:, half:]), (table[:, ::2], table[:, 1::2])):
+        if torch.equal(first, second):
+            return first.float().cpu()
+    return table.float().cpu()
 
 
 def is_rotary(module: nn.Module) -> bool:

@@ -149,7 +149,7 @@ def reported(
     """Returns this rank's findings. Local."""
     rounding = rounding_of(engine.dtype, trainer.dtype)
     tp = roles.sampler.topology
-    points = compare_passes(engine, trainer, rounding, tp.axis_rank("tp"), tp.axis_size("tp"))
+    points = compare_passes(engine, trainer, tp.axis_rank("tp"), tp.axis_size("tp"))
     divergence = first_divergence(points, flips_of(engine, trainer), rounding)
     batch, place = sample.batch, sample.worst_token
     row = int((engine.rows == place - 1).nonzero()[0])
@@ -167,8 +167,7 @@ def reported(
         )
     if divergence is not None:
         dtype = config.actor.dtype
-        verdict += described(divergence, points, title, dtype)
-    verdict += settings_apart(engine, trainer)
+        verdict += described(divergence, points, title, dtype) + settings_apart(engine, trainer)
     if not verdict:
         verdict = sentences_of_logprobs(roles, sample, engine, trainer, points, rounding)
     older = older_sentence(sample, roles.policy_version)

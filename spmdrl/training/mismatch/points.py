@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.recorded_pass import FINAL, ModuleRecord, RecordedPass
-from spmdrl.rollout.engine_names import own_name
+from spmdrl.rollout.engine_names import own_name, spellings
 
 ROTARY = "rotary_emb"
 FINAL_NAME = "the last hidden states"
@@ -40,7 +40,6 @@ class Point:
     trainer_path: str
     given: Difference | None  # of what the modules were given; None: not known
     returned: Difference
-    is_multiple: bool = False  # one side's result is the other's times a constant
 
 
 def difference_of(engine: Tensor, trainer: Tensor) -> Difference:
@@ -56,15 +55,6 @@ def difference_of(engine: Tensor, trainer: Tensor) -> Difference:
     )
     relative = apart.square().mean(1).sqrt() / sizes.clamp(min=least)
     return Difference(float(apart.abs().max()), float(relative.max()))
-
-
-def is_multiple(engine: Tensor, trainer: Tensor, allowed: float) -> bool:
-    """Says whether a constant other than 1 makes one of the other, as where a model scales its
-    embedding inside a module and the other outside.
-    """
-    engine, trainer = engine.double(), trainer.double()
-    factor = (engine * trainer).sum() / engine.square().sum()
-    return bool(factor.isfinite()) and difference_of(engine * factor, trainer).relative <= allowed
 
 
 def local_part(full: Tensor, width: int, tp_rank: int, tp_size: int) -> Tensor | None:
@@ -118,25 +108,34 @@ def fused_record(
     return path, ModuleRecord(found[0][1].inputs, output)
 
 
+def names_of(path: str) -> list[str]:
+    """Returns what either side may call a module, its own name first: Mixtral's block_sparse_moe is
+    transformers' mlp.
+    """
+    return [name.removesuffix(".") for name in spellings(None, f"{path}.")] if path else [path]
+
+
 def pairs_of(engine: RecordedPass, trainer: RecordedPass, tp_rank: int, tp_size: int) -> list[Pair]:
     """Returns the modules that both have, in the order in which the engine's ended."""
-    theirs = {own_name(path): (path, record) for path, record in trainer.records.items()}
+    theirs: dict[str, tuple[str, ModuleRecord]] = {}
+    for path, record in trainer.records.items():
+        for name in names_of(path):
+            theirs.setdefault(name, (path, record))
     found = []
     for path, record in engine.records.items():
-        name = own_name(path)
-        width = record.output.shape[1]
-        other = theirs.get(name) or fused_record(name, engine, theirs, width, tp_size, tp_rank)
+        name, width = own_name(path), record.output.shape[1]
+        other = next((theirs[other] for other in names_of(path) if other in theirs), None)
+        other = other or fused_record(name, engine, theirs, width, tp_size, tp_rank)
         if other is not None and not name.endswith(OTHERWISE):
             found.append(Pair(name, path, other[0], record, other[1]))
     return found
 
 
 def compare_passes(
-    engine: RecordedPass, trainer: RecordedPass, rounding: float, tp_rank: int = 0,
-    tp_size: int = 1,
-) -> list[Point]:  # fmt: skip
-    """Returns the points in the order in which the engine computes them. rounding: what counts as
-    none, as Difference.relative.
+    engine: RecordedPass, trainer: RecordedPass, tp_rank: int = 0, tp_size: int = 1
+) -> list[Point]:
+    """Returns the points in the order in which the engine computes them. tp_rank, tp_size: of the
+    engine, which has its part of the heads alone.
     """
     pairs = pairs_of(engine, trainer, tp_rank, tp_size)
     points: list[Point] = []
@@ -153,11 +152,10 @@ def compare_passes(
         if whole is None or (pair.engine.inputs and pair.trainer.inputs and not inputs):
             continue
         returned = difference_of(pair.engine.output, whole)
-        multiple = returned.relative > rounding and is_multiple(pair.engine.output, whole, rounding)
         name = FINAL_NAME if pair.name == FINAL else pair.name
         point = Point(
             name, pair.engine_path or FINAL_NAME, pair.trainer_path or FINAL_NAME, worst(inputs),
-            returned, multiple,
+            returned,
         )  # fmt: skip
         if name.endswith(".attn") and len(inputs) == 3:
             points.append(rotary_point(point, inputs[:2], by_name))

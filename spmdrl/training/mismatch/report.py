@@ -98,8 +98,6 @@ def row_of(point: Point, is_marked: bool, divergence: Divergence | None) -> str:
         note = {"output": " <-- returned", "input": " <-- given"}.get(
             divergence.kind, " <-- experts"
         )
-    elif point.is_multiple:
-        note = " x constant"
     return f"  {name:<{NAME}}{cells(point.given)}{cells(point.returned)}{note}"
 
 

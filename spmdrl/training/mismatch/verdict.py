@@ -35,6 +35,7 @@ class Flip:
     """The first token of a layer that the two sides send to other experts."""
 
     router: str  # the trainer's path
+    owner: str  # what has the router, by the engine's name
     layer: int
     token: int
     engine: list[int]  # experts that the engine alone chose
@@ -72,7 +73,8 @@ def flips_of(engine: RecordedPass, trainer: RecordedPass) -> dict[int, Flip]:
             continue
         token = int(differs.nonzero()[0])
         mine, trainers = set(chosen[token].tolist()), set(other[token].tolist())
-        flip = Flip(router, layer, token, sorted(mine - trainers), sorted(trainers - mine),
+        owner = own_name(path).rpartition(".")[0]
+        flip = Flip(router, owner, layer, token, sorted(mine - trainers), sorted(trainers - mine),
                     int(differs.sum()), None, None)  # fmt: skip
         found[layer] = with_margin(flip, engine, trainer)
     return found
@@ -82,7 +84,7 @@ def with_margin(flip: Flip, engine: RecordedPass, trainer: RecordedPass) -> Flip
     """Adds how near the scores were, where the token's are kept on both sides."""
     scores = trainer.records.get(flip.router)
     named = {own_name(path): record for path, record in engine.records.items()}
-    theirs = named.get(own_name(flip.router))
+    theirs = named.get(f"{flip.owner}.{flip.router.rpartition('.')[2]}")
     row = (trainer.rows == flip.token).nonzero().flatten()
     if scores is None or theirs is None or not len(row):
         return flip
@@ -97,8 +99,8 @@ def first_divergence(
     """Returns the first module whose result parts by more than its inputs and rounding explain.
     None: there is none.
 
-    A result that is the other's times a constant counts where what comes next parts as well: else
-    the two models do the same multiplication in different places.
+    Two models may compute the same in different places: a factor of the embedding, say, inside a
+    module or behind it. So a difference counts where the layer's result parts as well.
     """
     noise = 0.0  # the largest difference so far
     for index, point in enumerate(points):
@@ -106,41 +108,43 @@ def first_divergence(
         if flip is not None:
             return Divergence("experts", flip.router, index, flip)
         given = point.given.relative if point.given is not None else noise
-        before = multiples_before(points, index)
+        kind = ""
         if given > rounding + GAIN * noise:
-            return Divergence("output" if before < index else "input", points[before].name, before)
-        if point.returned.relative > rounding + GAIN * max(given, noise) and not point.is_multiple:
-            return Divergence("output", points[before].name, before)
-        noise = max(noise, 0.0 if point.is_multiple else point.returned.relative)
+            kind = "input"
+        elif point.returned.relative > rounding + GAIN * max(given, noise):
+            kind = "output"
+        if kind and goes_on(points, index, rounding / GAIN + 2 * noise):
+            return Divergence(kind, point.name, index)
+        noise = noise if kind else max(noise, point.returned.relative)
     return None
 
 
-def multiples_before(points: list[Point], index: int) -> int:
-    """Returns where the run of points begins that stand right before this one, and whose results
-    are the other side's times a constant; the point itself where there are none.
-    """
-    while index > 0 and points[index - 1].is_multiple:
-        index -= 1
-    return index
+def goes_on(points: list[Point], index: int, allowed: float) -> bool:
+    """Says whether a difference at this point is there at the end of its layer, too."""
+    ends = [point for point in points[index + 1 :] if is_layer(point.name)]
+    return not ends or ends[0].returned.relative > allowed
+
+
+def is_layer(name: str) -> bool:
+    """Says whether the name is of a decoder layer as a whole, or of what stands outside of them."""
+    return layer_of(name) is None or name.rpartition(".")[2].isdigit()
 
 
 def flip_before(point: Point, flips: dict[int, Flip]) -> Flip | None:
     """Returns the flip of a layer's router if this is the first module that is computed with it."""
-    layer = layer_of(point.trainer_path)
+    layer = layer_of(point.name)
     for flip in flips.values():
-        owner = own_name(flip.router).rpartition(".")[0]
-        if layer is not None and layer > flip.layer:
-            return flip
-        after = point.name == FINAL_NAME or point.name == owner
-        within = point.name.startswith(f"{owner}.") and point.name != own_name(flip.router)
-        if after or (within and ".shared_expert" not in point.name):
+        within = point.name.startswith(f"{flip.owner}.") and ".shared_expert" not in point.name
+        is_router = point.name.rpartition(".")[2] == flip.router.rpartition(".")[2]
+        behind = point.name in (flip.owner, FINAL_NAME) or (layer or -1) > flip.layer
+        if behind or (within and not is_router):
             return flip
     return None
 
 
 def steepest(points: list[Point]) -> tuple[Point, Point] | None:
     """Returns the neighbouring layers between which differences grow most; None of fewer than 2."""
-    layers = [p for p in points if LAYER.search(p.name) and p.name.rpartition(".")[2].isdigit()]
+    layers = [p for p in points if LAYER.search(p.name) and is_layer(p.name)]
     if len(layers) < 2:
         return None
     return max(pairwise(layers), key=lambda pair: growth(*pair))
@@ -175,11 +179,8 @@ def rotations_apart(engine: RecordedPass, trainer: RecordedPass) -> list[str]:
     """Compares the cosines and sines of the positions that both have."""
     mine, theirs = engine.rotations[0], trainer.rotations[0]
     count = min(len(mine.cos), len(theirs.cos))
-    if mine.cos.shape[1] != theirs.cos.shape[1]:
-        return [
-            f"Rotary embeddings differ: the engine turns {mine.cos.shape[1]} pairs of a head, the "
-            f"trainer {theirs.cos.shape[1]}."
-        ]
+    if mine.cos.shape[1] != theirs.cos.shape[1]:  # in another form
+        return []
     apart = torch.maximum(
         (mine.cos[:count] - theirs.cos[:count]).abs(), (mine.sin[:count] - theirs.sin[:count]).abs()
     ).amax(1)  # fmt: skip
