@@ -19,10 +19,15 @@ MOST_INPUTS = 3  # an attention layer's queries, keys and values
 
 
 class ModuleRecord(NamedTuple):
-    """Holds what one module was given and what it returned; (num_rows, width) each, on the CPU."""
+    """Holds what one module was given and what it returned; (num_rows, width) each, on the CPU.
+
+    vLLM's layers hand on a residual beside hidden states, and most of them mean the sum of both.
+    `plain` has the hidden states alone, for those that mean these: given, and returned.
+    """
 
     inputs: list[Tensor]
     output: Tensor
+    plain: tuple[Tensor, Tensor] | None = None
 
 
 class Rotation(NamedTuple):
@@ -57,14 +62,15 @@ class PassRecorder:
         self.num_tokens, self.rows = num_tokens, rows
         self.pieces: dict[tuple[str, str], list[Tensor]] = {}
         self.seen: dict[tuple[str, str], int] = {}  # tokens so far
-        self.has_residual: dict[str, bool] = {}  # modules that return (result, residual)
         self.order: dict[str, None] = {}  # paths, in the order in which their modules ended
         self.experts: dict[str, list[Tensor]] = {}
         self.rotations: list[Rotation] = []
         self.scales: dict[str, float] = {}
 
     def take(self, path: str, slot: str, tensor: Tensor) -> None:
-        """Keeps the wanted rows of the next tokens. tensor: (n, ...). slot: "out", or "in0", ..."""
+        """Keeps the wanted rows of the next tokens. tensor: (n, ...). slot: "in0", "in1", "in2",
+        "out"; of (hidden states, residual) also "residual" of a norm and "plain" of a layer.
+        """
         key = path, slot
         first = self.seen.get(key, 0)
         self.seen[key] = first + len(tensor)
@@ -91,14 +97,19 @@ class PassRecorder:
     def records(self) -> dict[str, ModuleRecord]:
         found: dict[str, ModuleRecord] = {}
         for path in self.order:
-            output = self.joined(path, "out")
+            output, plain = self.joined(path, "out"), self.joined(path, "plain")
             inputs = [self.joined(path, f"in{i}") for i in range(MOST_INPUTS)]
             given = [tensor for tensor in inputs if tensor is not None]
+            normed = self.joined(path, "residual")
             if output is None:
                 continue
-            if self.has_residual.get(path) and len(given) == 2:
-                given = [given[0] + given[1]]
-            found[path] = ModuleRecord(given, output)
+            if normed is not None:
+                given = [normed]
+            if plain is None or not given:
+                found[path] = ModuleRecord(given, output)
+            else:
+                summed = given[0] + given[1] if len(given) == 2 else given[0]
+                found[path] = ModuleRecord([summed], output, (given[0], plain))
         return found
 
     def recorded(self, dtype: torch.dtype) -> RecordedPass:
@@ -140,12 +151,12 @@ def module_hooks(
         parts = floats_in(output) if isinstance(output, tuple) else floats_in([output])
         if not parts or (rows := rows_of(parts[0])) is None:
             return
-        # vLLM's layers return what they add to the residual, and the residual
-        pair = len(parts) == 2 == len(output) and parts[0].shape == parts[1].shape
-        if pair:
-            recorder.has_residual[path] = True
-            is_layer = next(module.children(), None) is not None
-            rows = rows + parts[1] if is_layer else rows  # a norm returns the normed sum
+        if len(parts) == 2 == len(output) and parts[0].shape == parts[1].shape:
+            if next(module.children(), None) is None:  # a norm, and what it has normed
+                recorder.take(path, "residual", parts[1])
+            else:
+                recorder.take(path, "plain", rows)
+                rows = rows + parts[1]
         recorder.take(path, "out", rows)
 
     handles = []

@@ -9,15 +9,17 @@ import pytest
 import torch
 from plan_configs import ppo_config, rollout_config
 from tiny_models import save_qwen_vl
+from transformers import AutoModelForCausalLM
 
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, LoraConfig, TrainConfig
 from spmdrl.data.packing import empty_batch
+from spmdrl.engines.fsdp.recording import logprobs_of_states, recording
 from spmdrl.engines.recorded_pass import FINAL, PassRecorder, RecordedPass
 from spmdrl.training.checks.mismatch import check_explain_mismatch
 from spmdrl.training.checks.rl import check
 from spmdrl.training.mismatch.points import compare_passes, local_part, names_of
 from spmdrl.training.mismatch.sample import WorstSample, rows_of_interest
-from spmdrl.training.mismatch.verdict import first_divergence, rounding_of
+from spmdrl.training.mismatch.verdict import base_of, first_divergence, rounding_of
 
 ON: dict[str, Any] = {"explain_mismatch": True}
 CASES = [
@@ -136,3 +138,23 @@ def test_a_module_that_ran_more_than_once_is_not_compared():
     assert found.keys() == {"once"} and found["once"].output[:, 0].tolist() == [2.0, 10.0]
     with pytest.raises(RuntimeError, match="a pass over 6 tokens gave last hidden states of 0"):
         recorder.recorded(torch.float32)
+
+
+def test_a_model_that_is_called_past_its_hooks_is_recorded(qwen3, monkeypatch):
+    """vLLM does that to classes of transformers whose models it runs itself."""
+    hf: Any = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32).eval()
+    kind = type(hf.model)
+    monkeypatch.setattr(
+        kind, "__call__", lambda self, *args, **kwargs: self.forward(*args, **kwargs)
+    )
+    recorder = PassRecorder(9, torch.arange(9))
+    with torch.no_grad(), recording(hf, recorder):
+        wanted = hf(torch.arange(9)[None] + 4).logits[0].log_softmax(-1)
+    assert "forward" not in vars(hf.model)
+    found = recorder.recorded(torch.float32)
+    assert found.scales == {f"model.layers.{i}.self_attn.attn": 32**-0.5 for i in range(2)}
+    targets = torch.arange(9) + 5
+    logprobs = logprobs_of_states(hf, found.records[FINAL].output, targets, 1.0)
+    assert torch.allclose(logprobs, wanted[torch.arange(9), targets], atol=1e-5)
+    (rotation,) = found.rotations
+    assert base_of(rotation.cos, rotation.sin) == pytest.approx(10_000, rel=1e-3)

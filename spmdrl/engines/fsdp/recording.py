@@ -52,10 +52,7 @@ def recording(hf: Any, recorder: PassRecorder) -> Iterator[None]:
         hooks.enter_context(attention_hooks(hf, recorder))
         hooks.enter_context(router_hooks(hf, recorder))
         hooks.enter_context(rotation_hooks(hf, recorder))
-        handle = backbone(hf).register_forward_hook(
-            lambda module, args, out: recorder.take(FINAL, "out", out.last_hidden_state[0])
-        )
-        hooks.callback(handle.remove)
+        hooks.enter_context(replaced_forward(backbone(hf), partial(keep_final, recorder)))
         yield
 
 
@@ -100,7 +97,6 @@ def router_hooks(hf: Any, recorder: PassRecorder) -> Iterator[None]:
     """Meanwhile the recorder takes which experts each router chooses. A model whose routing is not
     known (router_replay.py) is left as it is.
     """
-    before: list[tuple[Any, Any]] = []
 
     def route(path: str, number: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
         with ChosenExperts(number, None) as mode:
@@ -110,19 +106,34 @@ def router_hooks(hf: Any, recorder: PassRecorder) -> Iterator[None]:
         return result
 
     numbers = routers_of(hf)
-    for path, module in hf.named_modules():
-        number = numbers.get(type(module).__name__)
-        if number is not None:
-            before.append((module, vars(module).get("forward")))
-            module.forward = partial(route, path, number, module.forward)
+    with ExitStack() as changes:
+        for path, module in hf.named_modules():
+            number = numbers.get(type(module).__name__)
+            if number is not None:
+                changes.enter_context(replaced_forward(module, partial(route, path, number)))
+        yield
+
+
+def keep_final(recorder: PassRecorder, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    out = forward(*args, **kwargs)
+    recorder.take(FINAL, "out", out.last_hidden_state[0])
+    return out
+
+
+@contextmanager
+def replaced_forward(module: Any, around: Any) -> Iterator[None]:
+    """Meanwhile the module runs around(its own forward, ...). A class that vLLM has run itself,
+    by transformers' code, is called past its hooks.
+    """
+    own = vars(module).get("forward")
+    module.forward = partial(around, module.forward)
     try:
         yield
     finally:
-        for module, forward in before:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def routers_of(hf: Any) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def record_pass(
     asked, model = token_ids[:-1], engine.model
     recorder = PassRecorder(len(asked), rows)
     with ExitStack() as hooks:
-        hooks.enter_context(module_hooks(model, recorder, rows_of))
+        in_batch = compat.runs_transformers_code(type(model).__name__)
+        hooks.enter_context(module_hooks(model, recorder, partial(rows_of, in_batch)))
         hooks.enter_context(compat.watched_routers(model, recorder.take_experts))
         # a class that vLLM compiles is called past its hooks, but never the whole model's
         final = model.register_forward_hook(
@@ -46,8 +48,12 @@ def record_pass(
     return found
 
 
-def rows_of(tensor: Tensor) -> Tensor | None:
-    """vLLM's tensors have a row for each token that is computed."""
+def rows_of(in_batch: bool, tensor: Tensor) -> Tensor | None:
+    """vLLM's tensors have a row for each token that is computed. in_batch: the model is run by
+    transformers' code, whose have one more axis before.
+    """
+    if in_batch and tensor.ndim >= 3 and len(tensor) == 1:
+        return tensor[0]
     return tensor if tensor.ndim >= 2 else None
 
 

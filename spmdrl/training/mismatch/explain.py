@@ -81,12 +81,9 @@ def explain(roles: Roles, sample: WorstSample, step: int) -> MismatchReport:
     """Returns the findings of the rank that has most to say, on every rank. Collective."""
     rows = rows_of_interest(sample)
     weights, engine = read_engine(roles, sample, rows)
-    control = roles.actor.topology.control
-    weights = Weights(weights.count, [w for found in gather_to_all(weights.wrong, control)
-                                      for w in found])  # fmt: skip
-    actor = roles.actor.model
-    trainer = actor.record_pass(sample.batch, rows, roles.temperature)
+    trainer = roles.actor.model.record_pass(sample.batch, rows, roles.temperature)
     report = reported(roles, sample, step, weights, engine, trainer)
+    control = roles.actor.topology.control
     # the earliest divergence of all engines, since each has weights of its own
     earliest = report.divergence.index if report.divergence else len(report.points)
     everyone = gather_to_all(earliest, control)
@@ -135,11 +132,13 @@ def read_engine(
 def check_weights(roles: Roles) -> Weights:
     """Compares all weights, as weights.check does. Collective."""
     assert roles.weights is not None
+    count, wrong, topology = 0, "", roles.actor.topology
     try:
-        return Weights(roles.weights.check(), [])
+        count = roles.weights.check()
     except WeightMismatch as error:
-        rank = roles.topology.rank
-        return Weights(0, [f"on rank {rank}, {error}" if roles.topology.world > 1 else str(error)])
+        wrong = f"on rank {topology.rank}, {error}" if topology.world > 1 else str(error)
+    everyone = gather_to_all(wrong, topology.control)
+    return Weights(count, [sentence for sentence in everyone if sentence])
 
 
 def reported(

@@ -141,17 +141,10 @@ def compare_passes(
     points: list[Point] = []
     by_name: dict[str, Point] = {}
     for pair in pairs:
-        inputs = [
-            difference_of(given, part)
-            for given, full in zip(pair.engine.inputs, pair.trainer.inputs, strict=False)
-            if (part := local_part(full, given.shape[1], tp_rank, tp_size)) is not None
-        ]
-        several = len(pair.engine.inputs) == len(pair.trainer.inputs)  # queries, keys, values
-        inputs = inputs if several else inputs[:1]
-        whole = local_part(pair.trainer.output, pair.engine.output.shape[1], tp_rank, tp_size)
-        if whole is None or (pair.engine.inputs and pair.trainer.inputs and not inputs):
+        compared = compare_pair(pair, tp_rank, tp_size)
+        if compared is None:
             continue
-        returned = difference_of(pair.engine.output, whole)
+        inputs, returned = compared
         name = FINAL_NAME if pair.name == FINAL else pair.name
         point = Point(
             name, pair.engine_path or FINAL_NAME, pair.trainer_path or FINAL_NAME, worst(inputs),
@@ -162,6 +155,33 @@ def compare_passes(
         points.append(point)
         by_name[name] = point
     return points
+
+
+def compare_pair(
+    pair: Pair, tp_rank: int, tp_size: int
+) -> tuple[list[Difference], Difference] | None:
+    """Returns how far inputs are apart, and results; None where the two are of other widths."""
+    engine, trainer = pair.engine, pair.trainer
+    whole = local_part(trainer.output, engine.output.shape[1], tp_rank, tp_size)
+    inputs = [
+        difference_of(given, part)
+        for given, full in zip(engine.inputs, trainer.inputs, strict=False)
+        if (part := local_part(full, given.shape[1], tp_rank, tp_size)) is not None
+    ]
+    if whole is None or (engine.inputs and trainer.inputs and not inputs):
+        return None
+    returned = difference_of(engine.output, whole)
+    if engine.plain is not None and inputs:  # whichever of both is meant
+        others = [difference_of(*both) for both in zip(engine.plain, (trainer.inputs[0], whole),
+                                                       strict=True)]  # fmt: skip
+        inputs = [min(inputs[0], others[0], key=relative)]
+        returned = min(returned, others[1], key=relative)
+    several = len(engine.inputs) == len(trainer.inputs)  # queries, keys and values
+    return (inputs if several else inputs[:1]), returned
+
+
+def relative(difference: Difference) -> float:
+    return difference.relative
 
 
 def rotary_point(attention: Point, rotated: list[Difference], before: dict[str, Point]) -> Point:

@@ -108,7 +108,7 @@ def cells(difference: Difference | None) -> str:
 
 
 def wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, break_long_words=False)
+    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def write_report(report: MismatchReport, run_dir: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from spmdrl.training.mismatch.points import FINAL_NAME, ROTARY, Point
 # float32, and results are rounded once.
 ROUNDINGS = {torch.float32: 64, torch.float16: 16, torch.bfloat16: 6}
 GAIN = 4.0  # by how much an operator may enlarge what its inputs differ by
+EVENS_OUT = 100  # a difference of which a layer's result has less than this part is made up for
 TF32_EPS = 2.0**-10  # of products of float32 on GPUs that are allowed to use it
 LAYER = re.compile(r"\blayers\.(\d+)\b")
 
@@ -113,16 +113,19 @@ def first_divergence(
             kind = "input"
         elif point.returned.relative > rounding + GAIN * max(given, noise):
             kind = "output"
-        if kind and goes_on(points, index, rounding / GAIN + 2 * noise):
+        size = given if kind == "input" else point.returned.relative
+        if kind and goes_on(points, index, size, noise, rounding):
             return Divergence(kind, point.name, index)
         noise = noise if kind else max(noise, point.returned.relative)
     return None
 
 
-def goes_on(points: list[Point], index: int, allowed: float) -> bool:
-    """Says whether a difference at this point is there at the end of its layer, too."""
+def goes_on(points: list[Point], index: int, found: float, noise: float, rounding: float) -> bool:
+    """Says whether a difference of this size is there at the end of its layer, too."""
     ends = [point for point in points[index + 1 :] if is_layer(point.name)]
-    return not ends or ends[0].returned.relative > allowed
+    left = ends[0].returned.relative if ends else found
+    evens_out = left <= rounding and left < found / EVENS_OUT
+    return not evens_out and left > rounding / GAIN + 2 * noise
 
 
 def is_layer(name: str) -> bool:
@@ -258,5 +261,5 @@ def counted(tokens: int) -> str:
     return "it is the only such token" if tokens == 1 else f"there are {tokens} such tokens"
 
 
-def listed(numbers: list[Any]) -> str:
+def listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
