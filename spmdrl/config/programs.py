@@ -60,6 +60,12 @@ class PpoConfig(RunConfig):
     # rollout and trainer logprobs are equal in every bit, or the run stops; not compared in steps
     # that learn from older weights' samples, or in which the critic alone learns
     strict: bool = False
+    # names, in each step, the first module by which the sample whose log-probabilities differ most
+    # is computed otherwise by the rollout engine than by the actor: run_dir/mismatch. It takes one
+    # more pass of each model over that sample, and a comparison of all weights. docs/mismatch.md
+    explain_mismatch: bool = False
+    # the same for one step of the run, the first whose actor/logprob_diff_max is above this; nats
+    explain_mismatch_above: float | None = None
     async_steps: int = 0  # steps that sampling may run ahead of training; needs its own ranks
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -65,6 +65,7 @@ WORDS = {
     "wait samples": "waiting for the answers",
     "ref_logprobs": "computing reference log-probabilities",
     "old_logprobs": "computing log-probabilities",
+    "explain mismatch": "comparing engine and trainer, module by module",
     "values": "computing the critic's values",
     "advantages": "computing advantages",
     "update_prm": "updating the process reward model",

@@ -12,6 +12,7 @@ from torch import Tensor
 from spmdrl.checkpoint.format import Staged
 from spmdrl.data.images import BatchImages
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.recorded_pass import RecordedPass
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.shards import Shards
 
@@ -46,6 +47,13 @@ class TrainEngine(Protocol):
 
     def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:
         """(num_tokens,) float32 value of the state before every unmasked token, 0 elsewhere."""
+        ...
+
+    def record_pass(self, batch: Batch, rows: Tensor, temperature: float) -> RecordedPass:
+        """Computes the log-probabilities of one sequence, the same on every rank, and returns what
+        the model's modules computed. rows: (num_rows,) int64, ascending: the tokens whose results
+        are kept. An engine whose modules cannot be read raises ConfigError.
+        """
         ...
 
     def update(

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from spmdrl.config import LoraConfig, RolloutConfig
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.recorded_pass import RecordedPass
 from spmdrl.rollout.base import RolloutEngine
 
 
@@ -20,6 +23,19 @@ class EngineBuilder(Protocol):
         strict: bool, lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
         return_routed_experts: bool, frozen: bool,
     ) -> RolloutEngine: ...  # fmt: skip
+
+
+class PassReader(Protocol):
+    """Runs a sequence through the model of this rank's engine, as a prompt, and says what its
+    modules computed. Collective over the engine's ranks. The last token is not computed.
+
+    rows: (num_rows,) int64, ascending, below len(token_ids) - 1: places whose results are kept.
+    temperature: of the log-probabilities.
+    """
+
+    def __call__(
+        self, engine: Any, token_ids: list[int], rows: Tensor, temperature: float
+    ) -> RecordedPass: ...  # fmt: skip
 
 
 def accept(*_: Any) -> None:
@@ -57,5 +73,8 @@ class EngineSpec:
     # of a model's experts, whose choice it is to return, by the text model's config; rollout; None:
     # it does not say which experts it sent a token to
     check_routed_experts: Callable[[Any, RolloutConfig], None] | None = None
+    # None: what its modules compute cannot be read
+    read_pass: PassReader | None = None
+    reads_eager: bool = False  # it can be read with rollout.enforce_eager alone
     # of a model whose logprobs are to be equal in every bit, by its config
     check_strict: Callable[[Any], None] = accept

@@ -111,6 +111,7 @@ class Roles:
     kl_coef: float = 0.0  # of the next step, where adaptive
     entropy_coef: float = 0.0
     entropy: float | None = None  # of the last step, where its coefficient is adaptive
+    mismatch_explained: bool = False  # a step has been explained (config.explain_mismatch)
     policy_version: int = 0  # of the weights that the rollout engine holds
     weight_bytes: int = 0  # that this rank sent, since it was last reported
     routing: Routing | None = None  # of the actor's experts, where their choice is replayed

@@ -28,6 +28,7 @@ from spmdrl.training.collect import RolloutResult
 from spmdrl.training.credit import add_advantages, add_correction, select_tokens
 from spmdrl.training.dispatch import TrainBatches, dispatch_batches, send_to_role
 from spmdrl.training.logs.metrics import merged
+from spmdrl.training.mismatch.explain import explain_mismatch
 from spmdrl.training.online_preference import prepare_pairs, weigh_pairs
 from spmdrl.training.process_reward_model import update_process_reward_model
 from spmdrl.training.push_weights import push_weights
@@ -54,6 +55,7 @@ def train_step(
         compute_ref_logprobs(roles, batches)
         compute_values(roles, batches)
         compute_old_logprobs(roles, batches)
+        explain_mismatch(roles, batches, step)
         if roles.prm is not None:
             update_process_reward_model(roles, batches)
         compute_advantages(roles, batches, step)

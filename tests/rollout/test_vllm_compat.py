@@ -414,6 +414,30 @@ def test_vllm_still_numbers_its_layers_with_experts(engine: VllmEngine) -> None:
     assert "layer_id" in inspect.getsource(MoERunner)
 
 
+def test_vllm_still_lets_others_hear_which_experts_a_router_chooses(engine: VllmEngine) -> None:
+    """training/test_mismatch.py hears those of a model that has some."""
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    heard: list[str] = []
+    with compat.watched_routers(engine.model, lambda path, chosen: heard.append(path)):
+        engine.generate([Request([5, 6], seed=1)], SamplingParams(max_tokens=1))
+    assert not heard
+    assert "self.capture_fn(topk_ids)" in inspect.getsource(BaseRouter)
+    assert "self.router" in inspect.getsource(MoERunner)
+
+
+def test_vllm_still_keeps_the_scale_of_scores_and_a_table_of_rotations(engine: VllmEngine) -> None:
+    scales = compat.attention_scales(engine.model)
+    assert scales.keys() == {f"model.layers.{i}.self_attn.attn" for i in range(2)}
+    assert set(scales.values()) == {32**-0.5}
+    (table,) = compat.rotary_tables(engine.model)
+    angle = torch.tensor(7 * 10_000 ** (-3 / 16))  # of position 7, the fourth of 16 pairs
+    assert table.shape[1] == 32
+    found = table[7, [3, 16 + 3]].float()
+    assert torch.allclose(found, torch.stack([angle.cos(), angle.sin()]), atol=1e-2)
+
+
 def test_vllm_still_runs_a_step_by_execute_model_and_sample_tokens(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.fsdp.prefix_sharing import units_for
+from spmdrl.engines.fsdp.recording import record_pass
 from spmdrl.engines.fsdp.router_replay import Routers
 from spmdrl.engines.fsdp.sharded_loading import (
     allocate,
@@ -86,6 +87,7 @@ from spmdrl.engines.micro_batches import (
     token_rows,
 )
 from spmdrl.engines.policy_head import num_columns, policy_stats, table_of, with_students
+from spmdrl.engines.recorded_pass import RecordedPass
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.buffers import kept_tensors, persistent_buffers
@@ -264,6 +266,9 @@ class FsdpEngine:
             result[:, rows] = values.cpu()[:, : len(rows)]
         reshard_root(self.module)  # it keeps its full weights for a backward pass that never is
         return result
+
+    def record_pass(self, batch: Batch, rows: Tensor, temperature: float) -> RecordedPass:
+        return record_pass(self, batch, rows, temperature)
 
     # ---- training
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.checkpoint.format import Staged
-from spmdrl.config import TrainConfig
+from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.progress import PROGRESS
@@ -55,6 +55,7 @@ from spmdrl.engines.policy_head import (
     table_of,
     with_students,
 )
+from spmdrl.engines.recorded_pass import RecordedPass
 from spmdrl.engines.sequence_sharing import SumForward, broadcast_batch
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.shards import Shards, fill
@@ -99,6 +100,9 @@ class MegatronEngine:
 
     def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:
         return self._per_token(batch, 1, self.value, images)[0]
+
+    def record_pass(self, batch: Batch, rows: Tensor, temperature: float) -> RecordedPass:
+        raise ConfigError("modules of engine megatron have other names than a rollout engine's")
 
     @torch.no_grad()
     def _per_token(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from spmdrl.config import LoraConfig, RolloutConfig, require
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.recorded_pass import RecordedPass
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.spec import EngineSpec, accept
 
@@ -24,6 +27,14 @@ def build(
     return HfEngine(
         model, config, max_model_len, topology, strict, looks, load_weights, return_routed_experts
     )
+
+
+def read_pass(
+    engine: Any, token_ids: list[int], rows: Tensor, temperature: float
+) -> RecordedPass:  # fmt: skip
+    from spmdrl.rollout.hf.recording import record_pass
+
+    return record_pass(engine, token_ids, rows, temperature)
 
 
 def check(config: RolloutConfig) -> None:
@@ -63,6 +74,7 @@ SPEC = EngineSpec(
     keeps_floats=True,
     mixes_dtypes=True,
     holds_frozen=True,  # its weights go to the host, and come back
+    read_pass=read_pass,
     check_routed_experts=accept,
     check=check,
     check_model=check_model,

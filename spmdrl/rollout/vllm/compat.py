@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -322,6 +323,57 @@ def return_experts(core: Any) -> None:
 
     runner.execute_model, runner.sample_tokens = execute, sample
     runner.aux_output_connector = connector
+
+
+# ---- what a model computes with, beside weights
+
+
+def attention_scales(model: nn.Module) -> dict[str, float]:
+    """Returns what the scores of each attention layer are multiplied by, by the layer's path. Reads
+    impl.scale of vllm.model_executor.layers.attention.Attention.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    layers = {path: m for path, m in model.named_modules() if isinstance(m, Attention)}
+    return {path: float(layer.impl.scale) for path, layer in layers.items()}
+
+
+def rotary_tables(model: nn.Module) -> list[Tensor]:
+    """Returns the cosines and sines of each kind of rotary embedding that the model has:
+    (positions, 2 * pairs), cosines first. Reads cos_sin_cache of RotaryEmbeddingBase.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    kinds = [m for m in model.modules() if isinstance(m, RotaryEmbeddingBase)]
+    return [kind.cos_sin_cache for kind in kinds if hasattr(kind, "cos_sin_cache")]
+
+
+@contextmanager
+def watched_routers(model: nn.Module, note: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Meanwhile `note` is called with the path of a layer of experts and the experts that it has
+    chosen, (n, top_k), of the next n tokens. What listens already goes on to. Sets capture_fn of
+    the BaseRouter of each MoERunner.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    runners = {p: m for p, m in model.named_modules() if isinstance(m, MoERunner)}
+    routers = {p: m.router for p, m in runners.items() if isinstance(m.router, BaseRouter)}
+    before = {path: router.capture_fn for path, router in routers.items()}
+
+    def heard(path: str, chosen: Tensor) -> None:
+        note(path, chosen)
+        listener = before[path]
+        if listener is not None:
+            listener(chosen)
+
+    for path, router in routers.items():
+        router.set_capture_fn(partial(heard, path))
+    try:
+        yield
+    finally:
+        for path, router in routers.items():
+            router.set_capture_fn(before[path])
 
 
 # ---- sampling

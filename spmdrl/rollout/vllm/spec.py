@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import LoraConfig, RolloutConfig, require
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.recorded_pass import RecordedPass
 from spmdrl.hub.hf_folder import has_tower
 from spmdrl.hub.transformers_compat import model_class
 from spmdrl.rollout.base import RolloutEngine
@@ -41,6 +43,14 @@ def build(
         model, config, max_model_len, topology, strict, lora, looks, load_weights,
         return_routed_experts, frozen,
     )  # fmt: skip
+
+
+def read_pass(
+    engine: Any, token_ids: list[int], rows: Tensor, temperature: float
+) -> RecordedPass:  # fmt: skip
+    from spmdrl.rollout.vllm.recording import record_pass
+
+    return record_pass(engine, token_ids, rows, temperature)
 
 
 def check(config: RolloutConfig) -> None:
@@ -104,6 +114,8 @@ SPEC = EngineSpec(
     takes_engine_args=True,
     spreads_experts=True,
     holds_frozen=True,
+    read_pass=read_pass,
+    reads_eager=True,
     check=check,
     check_model=check_model,
     check_adapter=check_adapter,

@@ -73,6 +73,7 @@ BOUNDS: Bounds = {
     "RunConfig.start_timeout_s": START_S, "RunConfig.stall_timeout_s": STALL_S,
     "RunConfig.lost_timeout_s": LOST_S,
     "PpoConfig.eval_samples": COUNT, "PpoConfig.eval_top_p": (TINY, 1),
+    "PpoConfig.explain_mismatch_above": POSITIVE,
     "PpoConfig.eval_min_p": (0, 1), "PpoConfig.eval_repetition_penalty": POSITIVE,
     "SftDataConfig.batch_size": COUNT, "SftDataConfig.max_tokens": (2, None),
     "AnswerDataConfig.batch_size": COUNT, "AnswerDataConfig.max_tokens": (2, None),

@@ -53,6 +53,7 @@ from spmdrl.training.checks.common import (
 from spmdrl.training.checks.distillation import check_distillation, check_tokenizers
 from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.length import check_length, warnings_of_length
+from spmdrl.training.checks.mismatch import check_explain_mismatch
 from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.router_replay import check_router_replay
 from spmdrl.training.checks.sampler import check_sampler
@@ -126,6 +127,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_router_replay(config, hf, hosted)
     check_distillation(config, hf, hosted)
     placement = place(config, world)
+    check_explain_mismatch(config, hf, placement, hosted)
     check_scores_of_model(config, len(placement.roles["reward"]))
     check_judge(config, placement.roles["rollout"], placement.roles["reward"])
     check_agents(config, len(placement.roles["rollout"]) // config.rollout.tensor_parallel)

@@ -161,7 +161,8 @@ def placed(config: PpoConfig, run_dir: Path, same_ranks: bool) -> PpoConfig:
             prm=config.prm and portable(config.prm),
         )  # fmt: skip
     return replace(
-        config, placement={}, async_steps=0, judge=None, reward_model=None, tools=(),
+        config, placement={}, async_steps=0, explain_mismatch=False, explain_mismatch_above=None,
+        judge=None, reward_model=None, tools=(),
         environment=None, agent=None, multi_turn=MultiTurnConfig(), agents=AgentConfig(),
         trackers=(), profile=None, reward=unscored, rewards=RewardConfig(), sandbox=None,
         rollout=replace(config.rollout, tensor_parallel=1), keep_samples=KeepSamplesConfig(),

@@ -1,0 +1,1 @@
+"""Explains why trainer and rollout engine give a token different log-probabilities."""
