@@ -21,7 +21,7 @@ from spmdrl.training.logs.profiler import Profiler
 from spmdrl.training.logs.report import Report
 from spmdrl.training.logs.step_line import Shown
 from spmdrl.training.logs.trace import SpanLog
-from spmdrl.training.run_state import RunState, build_saver, resume, save
+from spmdrl.training.run_state import RunState, build_savers, resume, save, tell_change
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.stop import StopController
 
@@ -75,10 +75,11 @@ def train(
     profiled.plan(config)
     done, log = resume(run.state, run.spans)
     run.begin(done)
+    tell_change(run.state, log)
     keep_what_stands()
     heap = Heap()
-    saver = build_saver(run.state, log)
-    ending = StopController(config, runtime, saver, run.lag)
+    savers = build_savers(run.state, log)
+    ending = StopController(config, runtime, savers, run.lag)
     report = Report(config, runtime, log, run.program, run.curve, run.signs)
     PROGRESS.now("")
     if run.evaluate and done == 0:
@@ -98,25 +99,24 @@ def train(
         run.catch_up(step - run.lag)
         ending.vote(step)
         evaluate = run.evaluate if evaluates(config, step) and not ending.stops else None
-        if evaluate or ending.saves or ending.failed:
+        if evaluate or ending.saves or ending.keeps or ending.failed:
             run.catch_up(step)
-        if saver and (ending.failed or (evaluate and run.saves_first)):
-            saver.wait()  # raises where a save failed
+        if ending.failed or (evaluate and run.saves_first):
+            savers.wait()  # raises where a save failed
         if evaluate:
             metrics |= evaluate(step, log)
-        if saver:
-            metrics |= saver.take_metrics()
+        metrics |= savers.take_metrics()
         log.write(step, metrics)
         report.after_step(step, metrics)
-        if saver and ending.saves:
+        for saver in ending.savers_of_step():
             log.sync()
+            savers.wait(but=saver)  # they write from the engines' one copy; it waits for itself
             save(run.state, saver, step, metrics, ending.stops)
         run.spans.note(step)
         if ending.stops:
             log.line(f"spmdrl: {ending.stop(step)}")
             break
-    if saver:
-        saver.wait()
+    savers.wait()
     run.catch_up(step)
     if not ending.stops:
         run.finish(log)

@@ -1,0 +1,121 @@
+"""A job whose hosts change: what it goes on from, and what a change has cost.
+
+checkpoint/in_memory.py has the files, distributed/membership.py what the launcher does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from spmdrl.checkpoint.format import read_run
+from spmdrl.checkpoint.in_memory import Found, Hosts, InMemory, find_in_memory
+from spmdrl.config import ConfigError, RunConfig
+from spmdrl.distributed.agreement import gather_to_all
+from spmdrl.training.runtime import Runtime
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A start of the ranks after others in the same job. The same on every rank."""
+
+    ranks: tuple[int | None, int]  # before and now; None: not known
+    hosts: tuple[tuple[str, ...], tuple[str, ...]]  # before and now
+    step: int | None  # of the checkpoint in memory; None: there is none that is whole
+    passed: tuple[str, ...] = ()  # what is wrong with those that were passed over
+    age_s: float = 0.0  # of the checkpoint, when it was found
+    found_at: float = field(default_factory=time.monotonic)
+
+    def line(self) -> str:
+        """Says what has changed, what is gone on from, and how long ago that was."""
+        before, now = self.ranks
+        sizes = f"{now} ranks" if before in (None, now) else f"{before} -> {now} ranks"
+        words = [sizes, *members(*self.hosts)]
+        wrong = "; ".join(self.passed)
+        if self.step is None:
+            why = wrong or "no host has one"
+            rest = f"no checkpoint in memory is whole ({why}): goes on from what is on the disk"
+            return f"elastic: {', '.join(words)}; {rest}"
+        seconds = self.age_s + time.monotonic() - self.found_at
+        told = f"elastic: {', '.join(words)}; goes on from step {self.step} in memory"
+        return told + (f" (passed over: {wrong})" if wrong else "") + f", {seconds:.0f} s"
+
+
+def members(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Says which hosts are lost and which are new; several may have one name."""
+    if not before:
+        return []
+    found = []
+    for word, hosts in (("lost", Counter(before) - Counter(now)),
+                        ("new", Counter(now) - Counter(before))):  # fmt: skip
+        names = sorted(hosts.elements())
+        if names:
+            found.append(f"host{'s' * (len(names) > 1)} {', '.join(names)} {word}")
+    return found
+
+
+def in_memory_every(config: RunConfig, runtime: Runtime) -> int:
+    """The steps from one checkpoint in memory to the next; 0: there are none."""
+    return runtime.elastic.in_memory_every_steps(config.checkpoint.in_memory_every_steps)
+
+
+def hosts_of(runtime: Runtime) -> Hosts:
+    """Collective."""
+    topology = runtime.topology
+    return Hosts.gather(topology.control, topology.host, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def memory_place(runtime: Runtime) -> InMemory:
+    """Collective. Raises ConfigError where nobody keeps the memory while ranks are started again.
+    """
+    folder = runtime.elastic.memory
+    if any(gather_to_all(folder is None, runtime.topology.control)):
+        raise ConfigError(
+            "checkpoint.in_memory_every_steps is for runs whose ranks may be started again by "
+            "python -m spmdrl.launch with --nnodes MIN:MAX or --max-restarts: nobody else keeps "
+            "the memory. Start it so, or set in_memory_every_steps to 0"
+        )
+    assert folder is not None
+    return InMemory(folder, hosts_of(runtime))
+
+
+def look_in_memory(
+    config: RunConfig, runtime: Runtime, after: int
+) -> tuple[Found | None, Change | None]:
+    """Looks for a checkpoint in memory of a step beyond `after`, for ranks that are started again
+    in their job. Collective.
+    """
+    if in_memory_every(config, runtime) == 0:
+        return None, None
+    place, world = memory_place(runtime), runtime.topology.world
+    now = place.hosts.names
+    found, passed = find_in_memory(place.root, place.hosts, runtime.topology.control, after)
+    if found is None:
+        return None, Change((None, world), ((), now), None, tuple(passed))
+    saved: dict[str, Any] = read_run(found.folder)
+    before = tuple(map(str, saved.get("hosts", ())))
+    ranks = (saved["world"], world)
+    return found, Change(ranks, (before, now), found.step, tuple(passed), found.age_s)
+
+
+def check_sizes(sound: Callable[[C, int], None], config: C, runtime: Runtime) -> None:
+    """Raises ConfigError where the config cannot run on a number of hosts that --nnodes allows, so
+    that a job does not end at a change. sound: raises ConfigError; is given the number of ranks.
+    """
+    job, here = runtime.elastic, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not job.is_elastic:
+        return
+    for nodes in range(job.min_nodes, job.max_nodes + 1):
+        try:
+            sound(config, nodes * here)
+        except ConfigError as error:
+            raise ConfigError(
+                f"with {nodes} hosts, {nodes * here} ranks in all, which --nnodes "
+                f"{job.min_nodes}:{job.max_nodes} allows: {error}"
+            ) from error
