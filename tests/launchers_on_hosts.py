@@ -1,4 +1,4 @@
-"""launch/multinode.sh on virtual hosts, started as a user does, but without its imports' seconds."""
+"""launch/multinode.sh on virtual hosts, as a user starts it, but without the seconds of imports."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch.distributed as dist
 from programs import ROOT, ForkedRank, pids_of
 from ranks import SERVER, become
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -26,8 +27,9 @@ NAMES = ("net", "uts", "mnt", "pid")  # of the namespaces of a host
 class Side:
     """launch/multinode.sh on one of the hosts, output to folder/<host>.log.
 
-    nodes: how many hosts, torchrun's --nnodes. ranks: of each host by its name. What it starts as python is written down instead, and done on that host by a process that has
-    imported torch already; so have the ranks, which are forks of it.
+    nodes: how many hosts, torchrun's --nnodes. ranks: of each host by its name. What it starts as
+    python is written down instead, and done on that host by a process that has imported torch
+    already; so have the ranks, which are forks of it.
     """
 
     def __init__(
@@ -60,19 +62,38 @@ class Side:
     def text(self) -> str:
         return self.log.read_text()
 
+    @property
+    def launcher(self) -> psutil.Process:
+        [launcher] = psutil.Process(self.process.pid).children()
+        return launcher
+
     def ranks(self) -> list[int]:
         """Process ids in rank order."""
-        [launcher] = psutil.Process(self.process.pid).children()
-        return pids_of(launcher.pid)
+        return pids_of(self.launcher.pid)
 
 
-def on_host(host: int, log: str, words: list[str], env: dict[str, str]) -> None:
-    """The command `python WORDS` on the host with this process id, as nsenter would start it."""
+def enter(host: int) -> None:
+    """Takes this process, and for processes its children, to the host with this process id."""
     libc = ctypes.CDLL(None, use_errno=True)
     spaces = [os.open(f"/proc/{host}/ns/{name}", os.O_RDONLY) for name in NAMES]
     for space in spaces:
         if libc.setns(space, 0):
             raise OSError(ctypes.get_errno(), "setns")
+
+
+def serve_store(host: int, port: int) -> None:
+    """A rendezvous store on a host that trains nothing, as docs/elastic.md starts one."""
+    enter(host)
+    store = dist.TCPStore(
+        "0.0.0.0", port, is_master=True, wait_for_workers=False, multi_tenant=True
+    )
+    while store is not None:
+        time.sleep(1)
+
+
+def on_host(host: int, log: str, words: list[str], env: dict[str, str]) -> None:
+    """The command `python WORDS` on the host with this process id, as nsenter would start it."""
+    enter(host)
     launcher = multiprocessing.get_context("fork").Process(target=launch, args=(log, words, env))
     launcher.start()  # a process is of another pid namespace than the one that entered it
     launcher.join()

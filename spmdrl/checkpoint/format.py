@@ -95,8 +95,8 @@ def commit(aside: Path, final: Path, digests: dict[str, Digest], in_part: bool =
     other folders have the rest of them.
     """
     found = {str(f.relative_to(aside)) for f in aside.rglob("*") if f.is_file()}
-    assert found <= digests.keys() and (in_part or found == digests.keys()), (
-        sorted(found ^ digests.keys())
+    assert found <= digests.keys() and (in_part or found == digests.keys()), sorted(
+        found ^ digests.keys()
     )
     write_synced(Path(aside, "manifest.json"), json.dumps(digests).encode())
     for folder in [f for f in aside.rglob("*") if f.is_dir()] + [aside]:

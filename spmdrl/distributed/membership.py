@@ -25,7 +25,7 @@ LOCK = "lock"  # held while the launcher lives
 SETTLE_S = 5.0  # for another host's launcher to join, or to say that it leaves
 LOOK_S = 0.2
 # torchrun waits 30 s for more hosts than the fewest, and 15 s for the signs of life of a lost one
-RENDEZVOUS = {"last_call_timeout": 5, "keep_alive_interval": 2, "keep_alive_max_attempt": 5}
+RENDEZVOUS = {"last_call_timeout": 3, "keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 
 
 class HostMemory:

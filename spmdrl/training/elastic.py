@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from spmdrl.checkpoint.disk_space import free_bytes, mib
 from spmdrl.checkpoint.format import read_run
 from spmdrl.checkpoint.in_memory import Found, Hosts, InMemory, find_in_memory
 from spmdrl.config import ConfigError, RunConfig
@@ -65,6 +66,11 @@ def in_memory_every(config: RunConfig, runtime: Runtime) -> int:
     return runtime.elastic.in_memory_every_steps(config.checkpoint.in_memory_every_steps)
 
 
+def is_first_here() -> bool:
+    """Whether this is the first rank of its host."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def hosts_of(runtime: Runtime) -> Hosts:
     """Collective."""
     topology = runtime.topology
@@ -72,7 +78,8 @@ def hosts_of(runtime: Runtime) -> Hosts:
 
 
 def memory_place(runtime: Runtime) -> InMemory:
-    """Collective. Raises ConfigError where nobody keeps the memory while ranks are started again.
+    """Collective. Raises ConfigError where nobody keeps the memory from one start of the ranks to
+    the next.
     """
     folder = runtime.elastic.memory
     if any(gather_to_all(folder is None, runtime.topology.control)):
@@ -83,6 +90,27 @@ def memory_place(runtime: Runtime) -> InMemory:
         )
     assert folder is not None
     return InMemory(folder, hosts_of(runtime))
+
+
+def check_memory_room(config: RunConfig, runtime: Runtime, least_bytes: int) -> None:
+    """Raises ConfigError where /dev/shm of this host has no room for checkpoints in memory.
+
+    least_bytes: of a checkpoint. For the first rank of each host.
+    """
+    folder, here = runtime.elastic.memory, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if in_memory_every(config, runtime) == 0 or folder is None:
+        return
+    # two checkpoints, each with its copy from another host, where there is one
+    share = least_bytes * here / runtime.topology.world
+    needed = int(share * (2 if here == runtime.topology.world else 4))
+    free = free_bytes(folder)
+    if free < needed:
+        raise ConfigError(
+            f"{folder.parent} has {mib(free)} MiB free, and checkpoints in memory take at least "
+            f"{mib(needed)} MiB of each host: make it larger (docker run --shm-size, mount -o "
+            "remount,size=...), take more hosts, or none with "
+            "--checkpoint.in_memory_every_steps 0"
+        )
 
 
 def look_in_memory(

@@ -14,6 +14,7 @@ from spmdrl.checkpoint.disk_space import check_room_for_checkpoint
 from spmdrl.config import RunConfig
 from spmdrl.distributed.process import Heap, keep_what_stands
 from spmdrl.distributed.progress import PROGRESS
+from spmdrl.training.elastic import check_memory_room, in_memory_every, is_first_here
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import LearningSigns
 from spmdrl.training.logs.metrics import RunLog
@@ -70,6 +71,8 @@ def train(
     with runtime.phases("check folders"):
         if runtime.is_main and config.checkpoint.every_steps > 0:
             check_room_for_checkpoint(runtime.run_dir, least_bytes())
+        if in_memory_every(config, runtime) and is_first_here():
+            check_memory_room(config, runtime, least_bytes())
     run = build()
     config = run.state.config  # with the number of steps
     profiled.plan(config)
@@ -124,7 +127,8 @@ def train(
     run.spans.note(step)
     log.close()
     run.close()
-    report.at_end(step, ending.stops)
+    if not ending.regroups:  # the run goes on
+        report.at_end(step, ending.stops)
 
 
 def evaluates(config: RunConfig, step: int) -> bool:

@@ -12,9 +12,9 @@ from spmdrl.checkpoint.earlier_runs import set_aside
 from spmdrl.checkpoint.job import began_at, write_job
 from spmdrl.checkpoint.run_dir import lock_run_dir, write_config
 from spmdrl.config import ConfigError, RunConfig
-from spmdrl.training.elastic import Change, look_in_memory
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.collectives import broadcast_object
+from spmdrl.training.elastic import Change, look_in_memory
 from spmdrl.training.run_identity import FORMAT, Tree, differences, identity
 from spmdrl.training.runtime import Runtime
 

@@ -94,7 +94,12 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     by_itself, stopping.on_quit = stopping.on_quit, partial(quit_step, phases, watchdog)
     GUARD.report_failure = partial(end_early, phases, watchdog)
     runtime = Runtime(
-        topology, phases, run_dir, stopping, arguments=tuple(sys.argv[1:]), elastic=ElasticJob.read()
+        topology,
+        phases,
+        run_dir,
+        stopping,
+        arguments=tuple(sys.argv[1:]),
+        elastic=ElasticJob.read(),
     )
     try:
         compare_configs(config, topology)

@@ -17,15 +17,14 @@ class StopController:
     see StopVotes.
     """
 
-    def __init__(
-        self, config: RunConfig, runtime: Runtime, savers: Savers, lag: int = 0
-    ) -> None:
+    def __init__(self, config: RunConfig, runtime: Runtime, savers: Savers, lag: int = 0) -> None:
         """Collective over all ranks."""
         self.config, self.runtime, self.savers = config, runtime, savers
         if savers:
             runtime.stopping.arm(config.checkpoint.grace_s)
         self.votes = StopVotes(runtime.topology, lag)
         self.stops = False  # after this step, because of a signal
+        self.regroups = False  # and the ranks are started again, with other hosts
         self.saves = False  # on the disk
         self.keeps = False  # in memory
         self.failed = False  # a save did, somewhere: Saver.wait raises it
@@ -35,7 +34,8 @@ class StopController:
         savers, last = self.savers, step == self.config.steps
         wish = self.votes.agree(self._wish())
         self.stops, self.failed = wish in (REGROUP, STOP) and not last, wish == BROKEN
-        keeps = self.stops and wish == REGROUP and savers.memory is not None
+        self.regroups = self.stops and wish == REGROUP
+        keeps = self.regroups and savers.memory is not None
         self.saves = savers.saves_on_disk(step, last or (self.stops and not keeps))
         self.keeps = not last and savers.saves_in_memory(step, keeps)
 
@@ -57,7 +57,7 @@ class StopController:
     def stop(self, step: int) -> str:
         """Waits for what is being saved; what there is to say. Every rank must call it."""
         self.savers.wait()
-        goes_on = "goes on with other hosts" if self.keeps else "--resume auto goes on"
+        goes_on = "goes on with other hosts" if self.regroups else "--resume auto goes on"
         self.runtime.stopped = f"stopped after step {step} of {self.config.steps}; {goes_on}"
         self.runtime.stopping.told = True  # that it will stop is no news any more
         return self.runtime.stopped

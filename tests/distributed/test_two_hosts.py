@@ -94,7 +94,10 @@ def test_a_network_that_does_not_connect_is_told(network, qwen3, tmp_path, monke
         host.ip("link set dummy0 up")
         host.ip("route add 10.88.0.0/24 via 10.77.0.1")
     head = network.hosts["left"].address
-    sides = [start(h, tmp_path, head, *SETTINGS, "--start_timeout_s", "8") for h in network.hosts.values()]
+    sides = [
+        start(h, tmp_path, head, *SETTINGS, "--start_timeout_s", "8")
+        for h in network.hosts.values()
+    ]
     for side in sides:
         assert side.wait(90) == 1
     said = "".join(side.text() for side in sides)
