@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from spmdrl.checkpoint.disk_space import free_bytes, mib
@@ -31,6 +32,7 @@ class Change:
     step: int | None  # of the checkpoint in memory; None: there is none that is whole
     passed: tuple[str, ...] = ()  # what is wrong with those that were passed over
     age_s: float = 0.0  # of the checkpoint, when it was found
+    disk: Path | None = None  # the checkpoint that is gone on from where none is in memory
     found_at: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
@@ -41,8 +43,8 @@ class Change:
         wrong = "; ".join(self.passed)
         if self.step is None:
             why = wrong or "no host has one"
-            rest = f"no checkpoint in memory is whole ({why}): goes on from what is on the disk"
-            return f"elastic: {', '.join(words)}; {rest}"
+            rest = f"goes on from {self.disk}" if self.disk else "begins where the run began"
+            return f"elastic: {', '.join(words)}; no checkpoint in memory is whole ({why}): {rest}"
         seconds = self.age_s + time.monotonic() - self.found_at
         told = f"elastic: {', '.join(words)}; goes on from step {self.step} in memory"
         return told + (f" (passed over: {wrong})" if wrong else "") + f", {seconds:.0f} s"

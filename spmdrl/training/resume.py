@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def find_start(config: RunConfig, runtime: Runtime) -> ResumePoint:
         folder = checkpoint.find("auto", root, topology, began, on_damage, not has_other)
     if folder is None:
         folder = checkpoint.find(config.resume, root, topology, on_damage=on_damage)
-    return ResumePoint(folder, began, change)
+    return ResumePoint(folder, began, change and replace(change, disk=folder))
 
 
 @dataclass(frozen=True)

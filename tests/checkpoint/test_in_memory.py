@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of hosts: copied, damaged, lost with their host, fetched, passed over."""
+"""Checkpoints in the memory of hosts: copied, damaged, lost with a host, fetched, passed over."""
 
 from __future__ import annotations
 
