@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,10 +72,12 @@ class Side:
         return pids_of(self.launcher.pid)
 
 
-def enter(host: int) -> None:
-    """Takes this process, and for processes its children, to the host with this process id."""
+def enter(host: int, names: Sequence[str] = NAMES) -> None:
+    """Takes this process, and for processes its children, to the host with this process id. One
+    that enters "pid" can start no threads any more.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    spaces = [os.open(f"/proc/{host}/ns/{name}", os.O_RDONLY) for name in NAMES]
+    spaces = [os.open(f"/proc/{host}/ns/{name}", os.O_RDONLY) for name in names]
     for space in spaces:
         if libc.setns(space, 0):
             raise OSError(ctypes.get_errno(), "setns")
@@ -83,7 +85,7 @@ def enter(host: int) -> None:
 
 def serve_store(host: int, port: int) -> None:
     """A rendezvous store on a host that trains nothing, as docs/elastic.md starts one."""
-    enter(host)
+    enter(host, ["net"])
     store = dist.TCPStore(
         "0.0.0.0", port, is_master=True, wait_for_workers=False, multi_tenant=True
     )

@@ -69,3 +69,18 @@ def test_code_75_starts_again_where_hosts_join_or_leave(
     assert job.is_changing()
     assert job.in_memory_every_steps(None) == int(nnodes == (1, 3))
     assert job.in_memory_every_steps(0) == 0 and job.in_memory_every_steps(5) == 5
+
+
+def test_the_loss_of_a_host_costs_no_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(membership, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    member, agent = Membership((1, 3), tmp_path), SimpleNamespace(_remaining_restarts=1)
+    left = []
+    for failed, nodes in ((False, 3), (True, 2), (True, 2), (False, 1)):
+        member.failed = failed
+        group = SimpleNamespace(
+            group_world_size=nodes, spec=SimpleNamespace(rdzv_handler=object())
+        )
+        member.before_start(agent, group)
+        left.append(agent._remaining_restarts)
+    assert left == [1, 2, 2, 2]  # the third was a failure, the last left in order
