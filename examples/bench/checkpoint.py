@@ -7,7 +7,8 @@ Two gloo ranks, engine fsdp, random weights and AdamW's moments: 12 bytes per we
 ways take turns; figures are medians. The first save of either way, which makes the buffers, stands
 apart. write_s is how long the thread takes until the checkpoint stands, with its checksums, synced;
 memory_s the same for one in memory (docs/elastic.md), each rank being a host, with its copy on the
-next. memory_pause_s is what training waits for that. One JSON line. Ends after a limit of its own, whatever happens.
+next. memory_pause_s is what training waits for that. One JSON line. Ends after a limit of its own,
+whatever happens.
 """
 
 from __future__ import annotations
@@ -75,7 +76,13 @@ def measure(rank: int, world: int, folder: str, runs: int, port: int) -> None:
     memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="checkpoint_bench_"))
     place = InMemory(memory, hosts)
     savers["memory_pause"] = Saver(
-        memory, CheckpointConfig(), Phases(everyone), roles, lambda step, path: None, place, "memory"
+        memory,
+        CheckpointConfig(),
+        Phases(everyone),
+        roles,
+        lambda step, path: None,
+        place,
+        "memory",
     )
     place.connect(savers["memory_pause"].groups[everyone.ranks])
     for step in range(1, runs + 2):

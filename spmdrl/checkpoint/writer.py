@@ -109,16 +109,15 @@ class Saver:
 
     roles: name -> ranks of everything that is trained, the same on every rank. on_saved: hears, on
     every rank and in whatever thread, the step and the folder once it stands. place: None: root is
-    a folder that all ranks share. metric: the name of what take_metrics returns.
+    a folder that all ranks share.
     """
 
     def __init__(
         self, root: Path, config: CheckpointConfig, phases: Phases, roles: dict[str, Topology],
         on_saved: Callable[[int, Path], None], place: Destination | None = None,
-        metric: str = "checkpoint/write_s",
     ) -> None:  # fmt: skip
         self.root, self.config, self.phases, self.on_saved = root, config, phases, on_saved
-        self.topology, self.metric = phases.topology, metric
+        self.topology = phases.topology
         self.place = place or OnDisk(root, config, self.topology.rank)
         self.groups = own_groups([self.topology, *roles.values()])
         self.roles = roles
@@ -167,9 +166,9 @@ class Saver:
                 raise failure
 
     def take_metrics(self) -> dict[str, float]:
-        """The seconds of a save that ended since the last call, until it stood."""
+        """checkpoint/write_s of a save that ended since the last call."""
         took_s, self.took_s = self.took_s, None
-        return {} if took_s is None else {self.metric: took_s}
+        return {} if took_s is None else {"checkpoint/write_s": took_s}
 
     def small_files(
         self, step: int, run: dict[str, Any], pretrained: list[Any], own: dict[str, RankState],

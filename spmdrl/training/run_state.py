@@ -109,9 +109,8 @@ def build_savers(state: RunState, log: RunLog) -> Savers:
         place = memory_place(runtime)
         state.hosts = place.hosts.names
         memory = Saver(
-            place.root, config.checkpoint, runtime.phases, roles, lambda step, folder: None, place,
-            "checkpoint/in_memory_s",
-        )  # fmt: skip
+            place.root, config.checkpoint, runtime.phases, roles, lambda step, folder: None, place
+        )
         place.connect(memory.groups[runtime.topology.ranks])
     return Savers(disk, every, memory, in_memory)
 

@@ -45,4 +45,8 @@ class Savers:
 
     def take_metrics(self) -> dict[str, float]:
         """The seconds of saves that ended since the last call."""
-        return {name: s for saver in self.all() for name, s in saver.take_metrics().items()}
+        on_disk = {} if self.disk is None else self.disk.take_metrics()
+        kept = {} if self.memory is None else self.memory.take_metrics()
+        if not kept:
+            return on_disk
+        return {**on_disk, "checkpoint/in_memory_s": kept["checkpoint/write_s"]}

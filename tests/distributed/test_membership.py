@@ -78,9 +78,7 @@ def test_the_loss_of_a_host_costs_no_restart(tmp_path, monkeypatch):
     left = []
     for failed, nodes in ((False, 3), (True, 2), (True, 2), (False, 1)):
         member.failed = failed
-        group = SimpleNamespace(
-            group_world_size=nodes, spec=SimpleNamespace(rdzv_handler=object())
-        )
+        group = SimpleNamespace(group_world_size=nodes, spec=SimpleNamespace(rdzv_handler=object()))
         member.before_start(agent, group)
         left.append(agent._remaining_restarts)
     assert left == [1, 2, 2, 2]  # the third was a failure, the last left in order
