@@ -3,7 +3,9 @@
 #
 #   launch/multinode.sh NODES HEAD[:PORT] cfg.py [--actor.optim.lr 1e-6 ...]
 #
-# NODES is how many machines there are, HEAD one that all of them reach (port 29400 by default).
+# NODES is how many machines there are, or MIN:MAX for a job that loses and gains some of them
+# (docs/elastic.md; it needs MAX_RESTARTS=1 or more). HEAD is one that all of them reach (port
+# 29400 by default).
 # The run folder must be on a file system that all share. Settings, from the environment:
 #   RANKS_PER_NODE  default: one per GPU
 #   SPMDRL_PROGRAM  what runs, default spmdrl.ppo; spmdrl.sft, spmdrl.preference, spmdrl.reward_model
@@ -16,7 +18,7 @@
 set -euo pipefail
 
 if [ $# -lt 3 ]; then
-    sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 nodes=$1 head=$2 config=$3

@@ -41,8 +41,9 @@ def main(
     # Not at the top: a wrong key should cost a fraction of a second, and torch takes seconds.
     with without_garbage_collection():
         from spmdrl.distributed.process import notes_last
-        from spmdrl.training.checks.rl import check
+        from spmdrl.training.checks.rl import check, require_sound
         from spmdrl.training.dry_run import show_plan
+        from spmdrl.training.elastic import check_sizes
         from spmdrl.training.fetch import fetch
         from spmdrl.training.rl import train
         from spmdrl.training.runtime import started
@@ -51,6 +52,7 @@ def main(
         world = dry.ranks or runtime.topology.world
         value = fetch(value, runtime.phases, "none" if dry.run else "all")
         check(value, world)
+        check_sizes(require_sound, value, runtime)
         if dry.run:
             show_plan(value, runtime, dry)
         else:

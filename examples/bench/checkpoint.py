@@ -5,8 +5,10 @@ waited for.
 
 Two gloo ranks, engine fsdp, random weights and AdamW's moments: 12 bytes per weight in all. Both
 ways take turns; figures are medians. The first save of either way, which makes the buffers, stands
-apart. write_s is how long the thread takes until the checkpoint stands, with its checksums, synced.
-One JSON line. Ends after a limit of its own, whatever happens.
+apart. write_s is how long the thread takes until the checkpoint stands, with its checksums, synced;
+memory_s the same for one in memory (docs/elastic.md), each rank being a host, with its copy on the
+next. memory_pause_s is what training waits for that. One JSON line. Ends after a limit of its own,
+whatever happens.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ def make_model(folder: Path, million: int) -> None:
 
 def measure(rank: int, world: int, folder: str, runs: int, port: int) -> None:
     """One rank. Rank 0 prints."""
+    from spmdrl.checkpoint.in_memory import Hosts, InMemory
     from spmdrl.checkpoint.writer import Saver
     from spmdrl.config import CheckpointConfig, TrainConfig
     from spmdrl.distributed.phases import Phases
@@ -60,13 +63,28 @@ def measure(rank: int, world: int, folder: str, runs: int, port: int) -> None:
     ranks = Topology.build(torch.device("cpu"), **train_degrees(config))
     engine = build_engine("policy", f"{folder}/model", config, ranks)
     assert engine is not None
-    found: dict[str, list[float]] = {"blocking": [], "pause": [], "write": []}
+    found: dict[str, list[float]] = {
+        "blocking": [], "pause": [], "write": [], "memory_pause": [], "memory": [],
+    }  # fmt: skip
     savers = {}
     for name, blocking in (("blocking", True), ("pause", False)):
         settings = CheckpointConfig(keep=1, blocking=blocking)
         roles = {"actor": ranks}
         root = Path(folder, name)
         savers[name] = Saver(root, settings, Phases(everyone), roles, lambda step, path: None)
+    hosts = Hosts.gather(everyone.control, f"host{rank}", 0)
+    memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="checkpoint_bench_"))
+    place = InMemory(memory, hosts)
+    savers["memory_pause"] = Saver(
+        memory,
+        CheckpointConfig(),
+        Phases(everyone),
+        roles,
+        lambda step, path: None,
+        place,
+        "memory",
+    )
+    place.connect(savers["memory_pause"].groups[everyone.ranks])
     for step in range(1, runs + 2):
         for name, saver in savers.items():
             dist.barrier()
@@ -74,8 +92,10 @@ def measure(rank: int, world: int, folder: str, runs: int, port: int) -> None:
             saver.save(step, {"actor": engine}, {"engines": ["actor"]}, [])
             found[name].append(time.perf_counter() - begin)
             saver.wait()
-            if name == "pause":
-                found["write"].append(saver.take_metrics()["checkpoint/write_s"])
+            if name != "blocking":
+                [(_, took_s)] = saver.take_metrics().items()
+                found["write" if name == "pause" else "memory"].append(took_s)
+    shutil.rmtree(memory)
     if rank == 0:
         print(json.dumps(summary(found, Path(folder, "pause"), world)), flush=True)
     dist.barrier()

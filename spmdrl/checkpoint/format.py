@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.checkpoint.safe_load import read_plain
 from spmdrl.config import CheckpointConfig, ConfigError
-from spmdrl.distributed.collectives import first_of
+from spmdrl.distributed.collectives import broadcast_object, first_of
 from spmdrl.distributed.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -88,13 +88,16 @@ def sealed(path: Path) -> Digest:
     return digest(path)
 
 
-def commit(aside: Path, final: Path, digests: dict[str, Digest]) -> None:
+def commit(aside: Path, final: Path, digests: dict[str, Digest], in_part: bool = False) -> None:
     """Manifest, fsync, rename: after this the checkpoint exists, before it nothing does.
 
-    digests: of every file by its path within the folder; they are on the disk already.
+    digests: of every file by its path within the folder; they are on the disk already. in_part:
+    other folders have the rest of them.
     """
     found = {str(f.relative_to(aside)) for f in aside.rglob("*") if f.is_file()}
-    assert found == digests.keys(), sorted(found ^ digests.keys())
+    assert found <= digests.keys() and (in_part or found == digests.keys()), sorted(
+        found ^ digests.keys()
+    )
     write_synced(Path(aside, "manifest.json"), json.dumps(digests).encode())
     for folder in [f for f in aside.rglob("*") if f.is_dir()] + [aside]:
         fsync(folder)
@@ -182,14 +185,19 @@ def damage(folder: Path, rank: int = 0, world: int = 1) -> str | None:
         return f"manifest.json: {error}"
     if "run.json" not in manifest:
         return "manifest.json does not name run.json"
-    for name in share_of(sizes, rank, world):
-        file, (size, checksum) = Path(folder, name), manifest[name]
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes, not {size}"
-        if digest(file)[1] != checksum:
-            return f"{name} does not have the checksum it was written with"
+    found = (damaged_file(folder, n, manifest[n]) for n in share_of(sizes, rank, world))
+    return next(filter(None, found), None)
+
+
+def damaged_file(folder: Path, name: str, written: Digest) -> str | None:
+    """Returns what is wrong with a file of a checkpoint. written: its line of the manifest."""
+    file, (size, checksum) = Path(folder, name), written
+    if not file.is_file():
+        return f"{name} is missing"
+    if file.stat().st_size != size:
+        return f"{name} has {file.stat().st_size} bytes, not {size}"
+    if digest(file)[1] != checksum:
+        return f"{name} does not have the checksum it was written with"
     return None
 
 
@@ -210,6 +218,12 @@ def damage_together(folder: Path, topology: Topology) -> str | None:
     """Returns what `damage` finds, the same on every rank. Collective."""
     found = first_of(damage(folder, topology.rank, topology.world), topology)
     return None if found is None else found[1]
+
+
+def newest_step(root: Path, topology: Topology) -> int:
+    """The step of the newest checkpoint by name; 0 where there is none. Collective."""
+    newest = max((step for step, _ in steps_in(root)), default=0) if topology.rank == 0 else 0
+    return int(broadcast_object(newest, topology.control))
 
 
 def find(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.earlier_runs import replace_synced
 from spmdrl.config import ConfigError
+from spmdrl.distributed.elastic_job import JOB, ROUND
 from spmdrl.distributed.topology import Topology
 
 
@@ -21,6 +22,8 @@ def job() -> str:
     """Returns a name that stays the same where torchrun or Slurm starts a run again."""
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ['SLURM_JOB_ID']}"
+    if JOB in os.environ:  # torchrun's id may be that of another job, or of none
+        return f"spmdrl.launch {os.environ[JOB]}"
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return f"torchrun {run_id}"
@@ -36,9 +39,11 @@ def job() -> str:
 def restarts(topology: Topology) -> int:
     """Returns how often the ranks were started before in this job. Collective.
 
-    torchrun counts per node, and only those that its own ranks caused.
+    torchrun counts per node, and only those that its own ranks caused; spmdrl.launch says how often
+    the hosts have met.
     """
-    counts = [os.environ.get(f"{by}_RESTART_COUNT", "0") for by in ("TORCHELASTIC", "SLURM")]
+    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", ROUND)
+    counts = [os.environ.get(name, "0") for name in names]
     most = torch.tensor([sum(map(int, counts))])
     dist.all_reduce(most, dist.ReduceOp.MAX, group=topology.control)
     return int(most.item())

@@ -50,6 +50,49 @@ class RankState(Protocol):
     def save(self, file: io.BytesIO) -> None: ...
 
 
+class Destination(Protocol):
+    """The place where checkpoints stand: a folder that all ranks share (OnDisk), or the memory of
+    their hosts (in_memory.InMemory).
+    """
+
+    def make(self, aside: Path, folders: list[str]) -> None:
+        """Makes the folder that is written into, and these in it. On every rank."""
+        ...
+
+    def commit(self, aside: Path, own: dict[str, Digest], group: dist.ProcessGroup) -> Path:
+        """Lets the checkpoint stand, and removes older ones; returns its folder. own: the digests
+        of what this rank wrote, by path within the folder. Collective over `group`.
+        """
+        ...
+
+    def discard(self, aside: Path) -> None:
+        """Removes what a save that failed has written. On every rank."""
+        ...
+
+
+class OnDisk:
+    """Checkpoints in one folder, which rank 0 makes and completes."""
+
+    def __init__(self, root: Path, config: CheckpointConfig, rank: int) -> None:
+        self.root, self.config, self.is_first = root, config, rank == 0
+
+    def make(self, aside: Path, folders: list[str]) -> None:
+        if self.is_first:
+            make_folders(aside, folders)
+
+    def commit(self, aside: Path, own: dict[str, Digest], group: dist.ProcessGroup) -> Path:
+        final = aside.with_suffix("")
+        found = gather_to_first(own, group) or []
+        digests: dict[str, Digest] = {name: d for part in found for name, d in part.items()}
+        together(group, lambda: commit(aside, final, digests) if self.is_first else None)
+        together(group, lambda: prune(self.root, self.config) if self.is_first else None)
+        return final
+
+    def discard(self, aside: Path) -> None:
+        if self.is_first:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk would stay full
+
+
 @dataclass
 class CheckpointJob:
     """The part of one checkpoint that this rank is to write."""
@@ -65,15 +108,17 @@ class Saver:
     """One save at a time; `wait` for it before the process ends. Collective over all ranks.
 
     roles: name -> ranks of everything that is trained, the same on every rank. on_saved: hears, on
-    every rank and in whatever thread, the step and the folder once it stands.
+    every rank and in whatever thread, the step and the folder once it stands. place: None: root is
+    a folder that all ranks share.
     """
 
     def __init__(
         self, root: Path, config: CheckpointConfig, phases: Phases, roles: dict[str, Topology],
-        on_saved: Callable[[int, Path], None],
+        on_saved: Callable[[int, Path], None], place: Destination | None = None,
     ) -> None:  # fmt: skip
         self.root, self.config, self.phases, self.on_saved = root, config, phases, on_saved
         self.topology = phases.topology
+        self.place = place or OnDisk(root, config, self.topology.rank)
         self.groups = own_groups([self.topology, *roles.values()])
         self.roles = roles
         self.thread: threading.Thread | None = None
@@ -153,25 +198,19 @@ class Saver:
         except Exception as error:  # noqa: BLE001  raised by `wait`, with the rank that it is of
             if not isinstance(error, FailedElsewhere):
                 self.failure = error
-            if self.topology.rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)  # a full disk would stay full
+            self.place.discard(aside)
             self.failed = True
             return
         self.took_s = time.perf_counter() - parcel.began
         self.on_saved(parcel.step, folder)
 
     def write_and_commit(self, parcel: CheckpointJob, aside: Path) -> Path:
-        everyone, rank = self.groups[self.topology.ranks], self.topology.rank
-        final = aside.with_suffix("")
+        everyone = self.groups[self.topology.ranks]
         folders = ["hf", *parcel.engines]
-        together(everyone, lambda: make_folders(aside, folders) if rank == 0 else None)
+        together(everyone, lambda: self.place.make(aside, folders))
         mine = together(everyone, lambda: self.write_parts(parcel, aside))
         own = together(everyone, lambda: {name: sealed(Path(aside, name)) for name in mine})
-        found = gather_to_first(own, everyone) or []
-        digests: dict[str, Digest] = {name: d for part in found for name, d in part.items()}
-        together(everyone, lambda: commit(aside, final, digests) if rank == 0 else None)
-        together(everyone, lambda: prune(self.root, self.config) if rank == 0 else None)
-        return final
+        return self.place.commit(aside, own, everyone)
 
     def write_parts(self, parcel: CheckpointJob, aside: Path) -> list[str]:
         """The files that this rank wrote, or answers for."""

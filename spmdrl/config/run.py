@@ -42,6 +42,10 @@ class CheckpointConfig:
     # 30 s after it passed a signal on (--shutdown-timeout), Slurm KillWait after its own. 0: the
     # step is abandoned, the last checkpoint stands
     grace_s: float = 25.0
+    # after every so many steps a checkpoint also stands in the memory of the hosts, in /dev/shm,
+    # each host's part on the next host too: a job that loses a rank or a host goes on from it. 0:
+    # none; None: 1 in an elastic job (--nnodes MIN:MAX), else 0. docs/elastic.md
+    in_memory_every_steps: int | None = None
 
 
 @dataclass(frozen=True)

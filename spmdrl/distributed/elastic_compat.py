@@ -6,18 +6,28 @@ which of these broke.
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import api as rendezvous_api
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _RendezvousExitOp,
+)
 from torch.distributed.elastic.rendezvous.utils import (
     _parse_rendezvous_config,
     parse_rendezvous_endpoint,
 )
 from torch.distributed.run import parse_args, parse_min_max_nnodes
 
-_monitor_workers = LocalElasticAgent._monitor_workers  # torchrun's own, before it is replaced
+# torchrun's own, before they are replaced
+_monitor_workers = LocalElasticAgent._monitor_workers
+_start_workers = LocalElasticAgent._start_workers
+
+LEAVE_S = 5.0  # for the rendezvous to note that a host leaves
 
 
 def observe_ranks(agent: Any, group: Any) -> Any:
@@ -38,6 +48,74 @@ def replace_monitor(monitor: Callable[[Any, Any], Any]) -> None:
 def forbid_restarts(agent: Any) -> None:
     """Makes the agent end the job at the next failure. Writes its _remaining_restarts."""
     agent._remaining_restarts = 0
+
+
+def allow_restart(agent: Any) -> None:
+    """Lets the agent start its ranks once more than before. Writes its _remaining_restarts."""
+    agent._remaining_restarts += 1
+
+
+def announce_starts(hear: Callable[[Any, Any], None]) -> None:
+    """Has every agent call hear(agent, group) when the hosts have met, before it starts its ranks.
+    Replaces LocalElasticAgent._start_workers.
+    """
+
+    def start(agent: Any, group: Any) -> Any:
+        hear(agent, group)
+        return _start_workers(agent, group)
+
+    replaced: Any = LocalElasticAgent
+    replaced._start_workers = start
+
+
+def announce_stops(hear: Callable[[], None]) -> None:
+    """Has every agent call hear() before it stops its ranks to start them again, for which they
+    have the time of --shutdown-timeout; torchrun would kill them after 30 s. Replaces
+    LocalElasticAgent._stop_workers, which calls _shutdown; reads _shutdown_timeout.
+    """
+
+    def stop(agent: Any, _: Any) -> None:
+        hear()
+        agent._shutdown(timeout=agent._shutdown_timeout)
+
+    replaced: Any = LocalElasticAgent
+    replaced._stop_workers = stop
+
+
+def is_dynamic(handler: Any) -> bool:
+    """Whether hosts may meet more than once, as with --rdzv-backend c10d."""
+    return isinstance(handler, DynamicRendezvousHandler)
+
+
+def rendezvous_round(handler: Any) -> int:
+    """Returns how often the hosts had met before they met the last time. Reads the handler's
+    _state_holder.
+    """
+    return int(handler._state_holder.state.round)
+
+
+def num_members(handler: Any) -> int:
+    """Returns how many hosts have met and have not left, as the handler knew when it last asked the
+    rendezvous; num_nodes_waiting asks it. Reads the handler's _state_holder.
+    """
+    return len(handler._state_holder.state.participants)
+
+
+def name_job(handler: Any) -> str:
+    """Returns a name that all hosts of this rendezvous agree on, now and later: what the first that
+    asks draws. Uses the handler's _store.
+    """
+    key = f"spmdrl/job/{handler.get_run_id()}"
+    return bytes(handler._store.compare_set(key, "", secrets.token_hex(8))).decode()
+
+
+def leave_rendezvous(handler: Any) -> None:
+    """Takes this host off those that have met. Runs a _RendezvousExitOp on the _op_executor.
+
+    Raises RendezvousError where the rendezvous does not answer.
+    """
+    handler._stop_heartbeats()
+    handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + LEAVE_S)
 
 
 def rank_processes(agent: Any) -> list[Any]:

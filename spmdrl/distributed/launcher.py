@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from spmdrl.distributed import exit as exits
 from spmdrl.distributed.exit import BAD_CONFIG, FAILED, INTERRUPTED, REQUEUE
 from spmdrl.distributed.faults.network import address_towards, addresses_of, interface_of
 from spmdrl.distributed.faults.rendezvous import owner_of, reason_of
+from spmdrl.distributed.membership import RENDEZVOUS, Membership
 
 FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 HEAD_S = 600.0  # as long as torchrun waits for the nodes to meet
@@ -45,6 +46,7 @@ class Watch:
         self.agent: Any = None
         self.guard: threading.Thread | None = None
         self.folder: str | None = None  # see own_folder; None: there is none any more
+        self.membership: Membership | None = None  # of a job whose ranks may be started again
 
     def __call__(self, agent: Any, group: Any) -> Any:
         """Stands in place of the agent's own monitor. What no restart cures takes restarts away.
@@ -58,14 +60,26 @@ class Watch:
             self.guard.start()
         self.seen_at = now = time.monotonic()
         seen = elastic_compat.observe_ranks(agent, group)
-        if exit_code_of(seen.failures) in FINAL:
-            elastic_compat.forbid_restarts(agent)
+        self._decide_restart(agent, exit_code_of(seen.failures))
         several = seen.state == WorkerState.HEALTHY and group.group_world_size > 1
         if several and group.spec.rdzv_handler.is_closed():
             self.closed_at = self.closed_at or now
             if now - self.closed_at > LAST_WORDS_S:
                 raise RendezvousClosedError
         return seen
+
+    def _decide_restart(self, agent: Any, code: int) -> None:
+        """code: of the rank that failed first; 0: none has. Hosts that join or leave cost none of
+        the restarts.
+        """
+        member = self.membership
+        if code == REQUEUE and member is not None and member.goes_on():
+            elastic_compat.allow_restart(agent)
+            self.seen_at = time.monotonic()
+        elif code in FINAL:
+            elastic_compat.forbid_restarts(agent)
+        elif code and member is not None:
+            member.failed = True
 
     def code_after(self, number: signal.Signals) -> int:
         """Returns the exit code of ranks that torchrun has told of the signal, and given time to
@@ -95,6 +109,8 @@ class Watch:
                 gone_at = time.monotonic()
             elif time.monotonic() - gone_at > HELD_UP_S:
                 say("all ranks here have ended, and the rendezvous does not answer")
+                if self.membership is not None:
+                    self.membership.close()
                 if self.folder is not None:
                     shutil.rmtree(self.folder, ignore_errors=True)
                 os._exit(next((code for code in FINAL if code in codes), FAILED))
@@ -151,6 +167,31 @@ def own_folder(watch: Watch) -> Iterator[None]:
             yield
         finally:
             tempfile.tempdir, watch.folder = before, None
+
+
+@contextmanager
+def member_of_job(arguments: list[str], watch: Watch) -> Iterator[None]:
+    """Lets ranks that are started again go on from memory, and hosts of an elastic job join and
+    leave. Sets watch.membership. watch.folder must stand.
+    """
+    options = elastic_compat.parse_options(arguments)
+    nnodes = elastic_compat.parse_num_nodes(options.nnodes)
+    if nnodes[0] == nnodes[1] and not options.max_restarts:
+        yield
+        return
+    assert watch.folder is not None
+    watch.membership = member = Membership(nnodes, Path(watch.folder))
+    elastic_compat.announce_starts(member.before_start)
+    elastic_compat.announce_stops(member.before_stop)
+    try:
+        yield
+    except SignalException:
+        with suppress(RendezvousError):  # it may be gone already
+            member.leave()
+        raise
+    finally:
+        watch.membership = None
+        member.close()
 
 
 def be_quiet() -> None:
@@ -229,12 +270,16 @@ def meet_other_nodes(arguments: list[str]) -> list[str]:
     known = ["--local-addr", own] if own else []
     if options.rdzv_backend != "c10d":
         return known
+    least, most = elastic_compat.parse_num_nodes(options.nnodes)
+    settings = dict(RENDEZVOUS) if least < most else {}
     said = elastic_compat.parse_rendezvous_config(options.rdzv_conf).get("is_host")
     is_head = host == socket.gethostname() or any(map(interface_of, addresses_of(host)))
     if said is not None:
         is_head = said.lower() in ("1", "true", "t", "yes", "y")
     elif not options.rdzv_conf and not addresses_of(socket.gethostname()):
-        known += ["--rdzv-conf", f"is_host={int(is_head)}"]  # torchrun fails to find out itself
+        settings["is_host"] = int(is_head)  # torchrun fails to find out itself
+    if settings and not options.rdzv_conf:
+        known += ["--rdzv-conf", ",".join(f"{name}={value}" for name, value in settings.items())]
     if not is_head:
         wait_for_head(host, port)
     return known
@@ -251,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     # else ranks that are started again read the addresses of those before them
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
-        with own_folder(watch):
+        with own_folder(watch), member_of_job(arguments, watch):
             torchrun([*meet_other_nodes(arguments), *arguments])
     except ChildFailedError as error:
         if told := told_of(error.failures):

@@ -28,7 +28,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
 WORD_S = 4.0  # for the other ranks to hear why this one leaves
 TOLD_S = 2.0  # torchrun's SIGTERM may be its answer to a rank that died, which a watchdog tells of
-STOP, BROKEN = 1, 2  # what a rank may wish: an end in order; that all hear what failed
+# what a rank may wish: an end in order, to start again with other hosts; an end in order; that all
+# hear what failed
+REGROUP, STOP, BROKEN = 1, 2, 3
 LARGEST = dist.AllreduceOptions()
 LARGEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
@@ -139,7 +141,7 @@ class StopVotes:
     def agree(self, wish: int) -> int:
         """The largest of what the ranks wished `lag` calls ago; 0 before. Every rank must call it.
 
-        wish: 0, STOP or BROKEN.
+        wish: 0, REGROUP, STOP or BROKEN.
         """
         vote = torch.tensor([wish])
         self.votes.append((vote, self.group.allreduce([vote], LARGEST)))

@@ -203,6 +203,7 @@ def scale_length(scaled: Scaled) -> None:
     scaled.set("epochs", 0.0, "steps are counted")
     scaled.set("steps", STEPS, "small")
     scaled.set("checkpoint.every_steps", STEPS, "to resume from")
+    scaled.set("checkpoint.in_memory_every_steps", None, "no host is lost")
     scaled.set("resume", "never", "it begins anew")
     scaled.set("log_samples", 64, "to be shown")
     scaled.set("profile", None, "it names steps of the real run")

@@ -14,6 +14,7 @@ from spmdrl.checkpoint.disk_space import check_room_for_checkpoint
 from spmdrl.config import RunConfig
 from spmdrl.distributed.process import Heap, keep_what_stands
 from spmdrl.distributed.progress import PROGRESS
+from spmdrl.training.elastic import check_memory_room, in_memory_every, is_first_here
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import LearningSigns
 from spmdrl.training.logs.metrics import RunLog
@@ -21,7 +22,7 @@ from spmdrl.training.logs.profiler import Profiler
 from spmdrl.training.logs.report import Report
 from spmdrl.training.logs.step_line import Shown
 from spmdrl.training.logs.trace import SpanLog
-from spmdrl.training.run_state import RunState, build_saver, resume, save
+from spmdrl.training.run_state import RunState, build_savers, resume, save, tell_change
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.stop import StopController
 
@@ -70,15 +71,18 @@ def train(
     with runtime.phases("check folders"):
         if runtime.is_main and config.checkpoint.every_steps > 0:
             check_room_for_checkpoint(runtime.run_dir, least_bytes())
+        if in_memory_every(config, runtime) and is_first_here():
+            check_memory_room(config, runtime, least_bytes())
     run = build()
     config = run.state.config  # with the number of steps
     profiled.plan(config)
     done, log = resume(run.state, run.spans)
     run.begin(done)
+    tell_change(run.state, log)
     keep_what_stands()
     heap = Heap()
-    saver = build_saver(run.state, log)
-    ending = StopController(config, runtime, saver, run.lag)
+    savers = build_savers(run.state, log)
+    ending = StopController(config, runtime, savers, run.lag)
     report = Report(config, runtime, log, run.program, run.curve, run.signs)
     PROGRESS.now("")
     if run.evaluate and done == 0:
@@ -98,25 +102,24 @@ def train(
         run.catch_up(step - run.lag)
         ending.vote(step)
         evaluate = run.evaluate if evaluates(config, step) and not ending.stops else None
-        if evaluate or ending.saves or ending.failed:
+        if evaluate or ending.saves or ending.keeps or ending.failed:
             run.catch_up(step)
-        if saver and (ending.failed or (evaluate and run.saves_first)):
-            saver.wait()  # raises where a save failed
+        if ending.failed or (evaluate and run.saves_first):
+            savers.wait()  # raises where a save failed
         if evaluate:
             metrics |= evaluate(step, log)
-        if saver:
-            metrics |= saver.take_metrics()
+        metrics |= savers.take_metrics()
         log.write(step, metrics)
         report.after_step(step, metrics)
-        if saver and ending.saves:
+        for saver in ending.savers_of_step():
             log.sync()
+            savers.wait(but=saver)  # they write from the engines' one copy; it waits for itself
             save(run.state, saver, step, metrics, ending.stops)
         run.spans.note(step)
         if ending.stops:
             log.line(f"spmdrl: {ending.stop(step)}")
             break
-    if saver:
-        saver.wait()
+    savers.wait()
     run.catch_up(step)
     if not ending.stops:
         run.finish(log)
@@ -124,7 +127,8 @@ def train(
     run.spans.note(step)
     log.close()
     run.close()
-    report.at_end(step, ending.stops)
+    if not ending.regroups:  # the run goes on
+        report.at_end(step, ending.stops)
 
 
 def evaluates(config: RunConfig, step: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from spmdrl.checkpoint.run_dir import lock_run_dir, write_config
 from spmdrl.config import ConfigError, RunConfig
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.collectives import broadcast_object
+from spmdrl.training.elastic import Change, look_in_memory
 from spmdrl.training.run_identity import FORMAT, Tree, differences, identity
 from spmdrl.training.runtime import Runtime
 
@@ -24,6 +25,7 @@ class ResumePoint:
 
     folder: Path | None  # of the checkpoint to load
     began: int | None  # see checkpoint/job.py
+    change: Change | None = None  # of the job's hosts or ranks, before this start
 
 
 def find_start(config: RunConfig, runtime: Runtime) -> ResumePoint:
@@ -37,13 +39,18 @@ def find_start(config: RunConfig, runtime: Runtime) -> ResumePoint:
     if runtime.is_main:
         checkpoint.recover(root)
     began = began_at(runtime.run_dir, topology)
-    folder = None
+    folder, change = None, None
+    if began is not None:
+        newest = checkpoint.newest_step(root, topology)
+        found, change = look_in_memory(config, runtime, max(began, newest - 1))
+        if found is not None:
+            return ResumePoint(found.folder, began, change)
     if began is not None and config.resume != "auto":  # its own ones first
         has_other = config.resume != "never"
         folder = checkpoint.find("auto", root, topology, began, on_damage, not has_other)
     if folder is None:
         folder = checkpoint.find(config.resume, root, topology, on_damage=on_damage)
-    return ResumePoint(folder, began)
+    return ResumePoint(folder, began, change and replace(change, disk=folder))
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def compare(
     that config.checkpoint.accept_changes does not allow.
     """
     same, problem = Sameness(None), None
-    if runtime.is_main and (start.folder is not None or config.checkpoint.every_steps > 0):
+    if runtime.is_main and (start.folder is not None or saves(config, runtime)):
         now = identity(config, tokenizer, files)
         same = Sameness(now)
         if start.folder is not None:
@@ -75,6 +82,12 @@ def compare(
     if problem is not None:
         raise ConfigError(problem)
     return same
+
+
+def saves(config: RunConfig, runtime: Runtime) -> bool:
+    """Whether the run saves checkpoints, on the disk or in memory."""
+    asked = config.checkpoint.in_memory_every_steps
+    return config.checkpoint.every_steps > 0 or runtime.elastic.in_memory_every_steps(asked) > 0
 
 
 def compared(

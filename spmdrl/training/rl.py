@@ -24,6 +24,7 @@ from spmdrl.training.build import RlRun, build, close
 from spmdrl.training.checks.memory_plan import least_checkpoint_bytes
 from spmdrl.training.collect import PromptSource, RolloutResult, collect, evaluate
 from spmdrl.training.dispatch import TrainBatches
+from spmdrl.training.elastic import in_memory_every
 from spmdrl.training.logs.curves import REWARD
 from spmdrl.training.logs.flops import peak_tflops
 from spmdrl.training.logs.learning_signs import signs_of_rl
@@ -168,7 +169,8 @@ def ends_here(run: RlRun, step: int) -> bool:
     where the run evaluates or saves."""
     config = run.config
     evaluates = bool(run.held_out) and loop.is_due(step, config.eval_every)
-    return step == config.steps or evaluates or loop.is_due(step, config.checkpoint.every_steps)
+    saves = (config.checkpoint.every_steps, in_memory_every(config, run.runtime))
+    return step == config.steps or evaluates or any(loop.is_due(step, every) for every in saves)
 
 
 def write_transfers(run: RlRun) -> None:

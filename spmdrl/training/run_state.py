@@ -17,11 +17,13 @@ from spmdrl.data.prompt_sampler import PromptSampler
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
+from spmdrl.training.elastic import Change, in_memory_every, memory_place
 from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.trace import SpanLog, TraceFile
 from spmdrl.training.logs.trackers import open_trackers
 from spmdrl.training.resume import compare, find_start, opening_lines, take_folder
 from spmdrl.training.runtime import Runtime
+from spmdrl.training.savers import Savers
 
 
 @dataclass(kw_only=True)
@@ -46,6 +48,8 @@ class RunState:
     # the same
     restore: Callable[[dict[str, Any], Path, bool], None] = lambda saved, folder, same_data: None
     identity: dict[str, Any] | None = None  # see run_identity.py; for checkpoints
+    hosts: tuple[str, ...] = ()  # of the job, by name
+    change: Change | None = None  # of the job's hosts or ranks, before this start
 
     @property
     def is_log(self) -> bool:
@@ -59,7 +63,7 @@ def resume(state: RunState, spans: SpanLog) -> tuple[int, RunLog]:
     with runtime.phases("resume"):
         start = find_start(config, runtime)
         same = compare(config, runtime, start, state.tokenizer, state.files)
-        state.identity, goes_on = same.identity, True
+        state.identity, state.change, goes_on = same.identity, start.change, True
         if start.folder is not None:
             saved = checkpoint.load(start.folder, state.engines, topology)
             done = saved["step"]
@@ -82,17 +86,33 @@ def resume(state: RunState, spans: SpanLog) -> tuple[int, RunLog]:
     return done, log
 
 
-def build_saver(state: RunState, log: RunLog) -> Saver | None:
-    """None where the config asks for no checkpoints. Collective."""
+def tell_change(state: RunState, log: RunLog) -> None:
+    """Says what a change of the job's hosts has cost, now that the next step can begin."""
+    if state.change is not None:
+        log.line(state.change.line())
+
+
+def build_savers(state: RunState, log: RunLog) -> Savers:
+    """Collective."""
     config, runtime = state.config, state.runtime
-    if config.checkpoint.every_steps <= 0:
-        return None
+    every, in_memory = config.checkpoint.every_steps, in_memory_every(config, runtime)
+    disk = memory = None
 
     def say(step: int, folder: Path) -> None:
         log.line(f"step {step}/{config.steps} | saved {folder}")
 
-    root = runtime.run_dir / "checkpoints"
-    return Saver(root, config.checkpoint, runtime.phases, dict(state.trained), say)
+    roles = dict(state.trained)
+    if every > 0:
+        root = runtime.run_dir / "checkpoints"
+        disk = Saver(root, config.checkpoint, runtime.phases, roles, say)
+    if in_memory > 0:
+        place = memory_place(runtime)
+        state.hosts = place.hosts.names
+        memory = Saver(
+            place.root, config.checkpoint, runtime.phases, roles, lambda step, folder: None, place
+        )
+        place.connect(memory.groups[runtime.topology.ranks])
+    return Savers(disk, every, memory, in_memory)
 
 
 def started_from(model: str) -> str:
@@ -116,6 +136,7 @@ def save(
         "config": as_source(state.config),
         "identity": state.identity,
         "metrics": metrics,
+        "hosts": list(state.hosts),
         **state.algorithm_state(),
     }
     saver.save(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from spmdrl.checkpoint.disk_space import check_encodable, check_room
 from spmdrl.config import ConfigError
+from spmdrl.distributed.elastic_job import ElasticJob
 from spmdrl.distributed.exit import GUARD, REQUEUE, exit_config, leave, leave_for_torchrun
 from spmdrl.distributed.faults.rendezvous import FOREVER, StartupBarrier
 from spmdrl.distributed.faults.watchdog import Watchdog
@@ -50,6 +51,7 @@ class Runtime:
     lock: int | None = None  # rank 0's hold on run_dir
     stopped: str = ""  # what there is to say where a signal ended the run in order
     arguments: tuple[str, ...] = ()  # of the command line
+    elastic: ElasticJob = field(default_factory=ElasticJob)  # what the launcher says of the job
     at_end: Callable[[], None] = lambda: None  # after the last collective; no rank waits for it
 
     @property
@@ -91,7 +93,14 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     stopping.failed = lambda: watchdog.heard
     by_itself, stopping.on_quit = stopping.on_quit, partial(quit_step, phases, watchdog)
     GUARD.report_failure = partial(end_early, phases, watchdog)
-    runtime = Runtime(topology, phases, run_dir, stopping, arguments=tuple(sys.argv[1:]))
+    runtime = Runtime(
+        topology,
+        phases,
+        run_dir,
+        stopping,
+        arguments=tuple(sys.argv[1:]),
+        elastic=ElasticJob.read(),
+    )
     try:
         compare_configs(config, topology)
         with phases("check folders"):

@@ -4,46 +4,61 @@ from __future__ import annotations
 
 from spmdrl.checkpoint.writer import Saver
 from spmdrl.config import RunConfig
-from spmdrl.distributed.signals import BROKEN, STOP, StopVotes
+from spmdrl.distributed.signals import BROKEN, REGROUP, STOP, StopVotes
 from spmdrl.training.runtime import Runtime
+from spmdrl.training.savers import Savers
 
 
 class StopController:
     """Agrees with all ranks after a step whether to go on, save, or end the run in order.
 
     From now on a signal leaves the run time to end its step, where there is a checkpoint to save.
-    lag: see StopVotes.
+    It is saved on the disk where the run ends, in memory where it goes on with other hosts. lag:
+    see StopVotes.
     """
 
-    def __init__(
-        self, config: RunConfig, runtime: Runtime, saver: Saver | None, lag: int = 0
-    ) -> None:
+    def __init__(self, config: RunConfig, runtime: Runtime, savers: Savers, lag: int = 0) -> None:
         """Collective over all ranks."""
-        self.config, self.runtime, self.saver = config, runtime, saver
-        if saver is not None:
+        self.config, self.runtime, self.savers = config, runtime, savers
+        if savers:
             runtime.stopping.arm(config.checkpoint.grace_s)
         self.votes = StopVotes(runtime.topology, lag)
         self.stops = False  # after this step, because of a signal
-        self.saves = False
+        self.regroups = False  # and the ranks are started again, with other hosts
+        self.saves = False  # on the disk
+        self.keeps = False  # in memory
         self.failed = False  # a save did, somewhere: Saver.wait raises it
 
     def vote(self, step: int) -> None:
         """Every rank must call it."""
+        savers, last = self.savers, step == self.config.steps
+        wish = self.votes.agree(self._wish())
+        self.stops, self.failed = wish in (REGROUP, STOP) and not last, wish == BROKEN
+        self.regroups = self.stops and wish == REGROUP
+        keeps = self.regroups and savers.memory is not None
+        self.saves = savers.saves_on_disk(step, last or (self.stops and not keeps))
+        self.keeps = not last and savers.saves_in_memory(step, keeps)
+
+    def savers_of_step(self) -> list[Saver]:
+        """Those that are to save the step that was voted on."""
+        savers = self.savers
+        chosen = ((savers.memory, self.keeps), (savers.disk, self.saves))
+        return [saver for saver, wanted in chosen if saver is not None and wanted]
+
+    def _wish(self) -> int:
+        """Of this rank."""
         stopping = self.runtime.stopping
-        asked = stopping.armed and stopping.asked is not None
-        failed = self.saver is not None and self.saver.failed
-        wish = self.votes.agree(BROKEN if failed else STOP if asked else 0)
-        last, every = step == self.config.steps, self.config.checkpoint.every_steps
-        self.stops, self.failed = wish == STOP and not last, wish == BROKEN
-        self.saves = self.saver is not None and (last or self.stops or step % every == 0)
+        if self.savers.failed:
+            return BROKEN
+        if not stopping.armed or stopping.asked is None:
+            return 0
+        return REGROUP if self.runtime.elastic.is_changing() else STOP
 
     def stop(self, step: int) -> str:
         """Waits for what is being saved; what there is to say. Every rank must call it."""
-        if self.saver is not None:
-            self.saver.wait()
-        self.runtime.stopped = (
-            f"stopped after step {step} of {self.config.steps}; --resume auto goes on"
-        )
+        self.savers.wait()
+        goes_on = "goes on with other hosts" if self.regroups else "--resume auto goes on"
+        self.runtime.stopped = f"stopped after step {step} of {self.config.steps}; {goes_on}"
         self.runtime.stopping.told = True  # that it will stop is no news any more
         return self.runtime.stopped
 

@@ -29,6 +29,8 @@ def run_program(
         value, dry = read_arguments(kind, *arguments)
     with without_garbage_collection():
         from spmdrl.distributed.process import notes_last  # torch comes in here, see spmdrl/ppo.py
+        from spmdrl.training.checks.memory_fit import require_sound
+        from spmdrl.training.elastic import check_sizes
         from spmdrl.training.fetch import fetch
         from spmdrl.training.runtime import started
         from spmdrl.training.supervised import show_plan, train
@@ -37,6 +39,7 @@ def run_program(
         world = dry.ranks or runtime.topology.world
         value = fetch(value, runtime.phases, "none" if dry.run else "all")
         check(value, world)
+        check_sizes(require_sound, value, runtime)
         if dry.run:
             show_plan(task(value), value, runtime, dry)
         else:

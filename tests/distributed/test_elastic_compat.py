@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import api as rendezvous_api
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -23,9 +24,11 @@ def torchrun_as_it_was() -> Iterator[None]:
     """Takes back what a launch and the functions under test change in this process."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     free_port = rendezvous_api.get_free_port
+    starts = LocalElasticAgent._start_workers, LocalElasticAgent._stop_workers
     yield
     elastic_compat.replace_monitor(elastic_compat.observe_ranks)
     elastic_compat.replace_free_port(free_port)
+    LocalElasticAgent._start_workers, LocalElasticAgent._stop_workers = starts
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -83,7 +86,6 @@ def test_torchrun_still_asks_get_free_port_for_the_port_of_the_store(
 
 def test_torchrun_still_has_no_ranks_before_it_starts_them() -> None:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
     handler: Any = object()
@@ -110,3 +112,40 @@ def test_torchrun_still_reads_its_command_line_by_parse_args() -> None:
     options = elastic_compat.parse_options(["--nnodes", "2", "--rdzv-endpoint", "a:1", "x.py"])
     assert (options.nnodes, options.rdzv_endpoint, options.rdzv_backend) == ("2", "a:1", "static")
     assert (options.rdzv_conf, options.local_addr, options.master_port) == ("", None, None)
+
+
+def test_torchrun_still_tells_when_hosts_have_met_and_ranks_are_stopped(tmp_path: Path) -> None:
+    """Ranks fail twice: the second restart is allowed because a host is said to be lost."""
+    heard: list[Any] = []
+
+    def on_start(agent: Any, group: Any) -> None:
+        handler = group.spec.rdzv_handler
+        assert elastic_compat.is_dynamic(handler) and not elastic_compat.is_dynamic(object())
+        heard.append((elastic_compat.rendezvous_round(handler), elastic_compat.name_job(handler)))
+        assert handler.num_nodes_waiting() == 0 and elastic_compat.num_members(handler) == 1
+        if len(heard) == 3:  # the round that is under way goes on
+            elastic_compat.allow_restart(agent)
+
+    elastic_compat.announce_starts(on_start)
+    elastic_compat.announce_stops(lambda: heard.append("stop"))
+    launch(f"echo x >> {tmp_path}/$RANK; test $(wc -l < {tmp_path}/$RANK) = 3", max_restarts=1)
+    (first, name), stop, (second, same), again, (third, _) = heard
+    assert [first, second, third] == [0, 1, 2] and name == same and len(name) == 16
+    assert stop == again == "stop"
+
+
+def test_torchrun_still_lets_a_host_leave() -> None:
+    left: list[int] = []
+
+    def monitor(agent: Any, group: Any) -> Any:
+        result = elastic_compat.observe_ranks(agent, group)
+        if result.state == WorkerState.SUCCEEDED:
+            handler = group.spec.rdzv_handler
+            elastic_compat.leave_rendezvous(handler)
+            handler.num_nodes_waiting()
+            left.append(elastic_compat.num_members(handler))
+        return result
+
+    elastic_compat.replace_monitor(monitor)
+    launch("true")
+    assert left == [0]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from spmdrl.config import PpoConfig, RunConfig, SftConfig, SupervisedConfig, TrainConfig
+from spmdrl.distributed.elastic_job import ElasticJob
 from spmdrl.distributed.placement import (
     Placement,
     place,
@@ -47,6 +48,7 @@ Array = np.ndarray[Any, Any]
 CONTEXT_GIB = 0.5
 NCCL_GIB = 2.0  # of more than one rank
 FRAGMENTATION = 0.05  # of the GPU
+IN_MEMORY = 4  # parts of a rank's size in /dev/shm: two checkpoints, each with its copy
 
 
 @dataclass(frozen=True)
@@ -343,15 +345,30 @@ def least_checkpoint_bytes(
 
 
 def copied(config: RunConfig, saved: float) -> float:
-    """GiB of the host's memory for the copy that a checkpoint is written from."""
-    return 0.0 if config.checkpoint.every_steps == 0 or config.checkpoint.blocking else saved
+    """GiB of the host's memory for the copy that a checkpoint is written from, and for those that
+    stand in memory."""
+    held = in_memory(config, saved)
+    saves = config.checkpoint.every_steps > 0 or held > 0
+    return held + (saved if saves and not config.checkpoint.blocking else 0.0)
+
+
+def in_memory(config: RunConfig, saved: float) -> float:
+    """GiB that a rank takes of /dev/shm for checkpoints in memory: its own part and the copy of
+    another's, of the one that stands and of the one that is being written.
+    """
+    every = ElasticJob.read().in_memory_every_steps(config.checkpoint.in_memory_every_steps)
+    return IN_MEMORY * saved if every > 0 else 0.0
 
 
 def copies_of_checkpoint(config: RunConfig, most: float) -> list[str]:
     """Returns a line about the memory that a checkpoint takes while it is written in the
     background.
     """
-    if not copied(config, most):
-        return []
-    return [f"  checkpoint copy on the host {most:.2f}, kept from the first save on (none with "
-            "checkpoint.blocking)"]  # fmt: skip
+    held, lines = in_memory(config, most), list[str]()
+    if copied(config, most) > held:
+        lines.append(f"  checkpoint copy on the host {most:.2f}, kept from the first save on (none "
+                     "with checkpoint.blocking)")  # fmt: skip
+    if held > 0:
+        lines.append(f"  checkpoints in memory: up to {held:.2f} of /dev/shm for each rank, and "
+                     "after a change of hosts a whole one on each")  # fmt: skip
+    return lines

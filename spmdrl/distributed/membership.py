@@ -1,0 +1,114 @@
+"""The hosts of a job as its launcher sees them: who joins, who leaves, what the ranks are told.
+
+torchrun's agent stops the ranks where a host wants to join (SIGTERM), and starts them again when
+all hosts have met anew. It takes ranks that end with code 75 for a failure, does not tell them why
+they are stopped, and leaves the place of a host that was told to leave to its time limit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from spmdrl.distributed import elastic_compat
+from spmdrl.distributed.elastic_job import CHANGE, JOB, MEMORY, NNODES, ROUND
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "spmdrl_memory_"
+LOCK = "lock"  # held while the launcher lives
+SETTLE_S = 5.0  # for another host's launcher to join, or to say that it leaves
+LOOK_S = 0.2
+# torchrun waits 30 s for more hosts than the fewest, and 15 s for the signs of life of a lost one
+RENDEZVOUS = {"last_call_timeout": 3, "keep_alive_interval": 2, "keep_alive_max_attempt": 5}
+
+
+class HostMemory:
+    """A folder in this host's memory for checkpoints of a job, which goes when its launcher does.
+
+    What a launcher that was killed has left is removed by the next launcher of the same user.
+    """
+
+    def __init__(self, root: Path = SHARED_MEMORY) -> None:
+        for left in root.glob(f"{PREFIX}*"):
+            with suppress(OSError):
+                remove_if_left(left)
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        self.lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.lock)
+
+
+def remove_if_left(folder: Path) -> None:
+    """Removes the folder unless a launcher has it: the kernel frees the lock of one that is
+    gone."""
+    lock = os.open(folder / LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)
+
+
+class Membership:
+    """Tells the ranks of a job what they need to go on from each other's memory, and lets hosts
+    join and leave between steps.
+
+    folder: of this launcher alone, for the file that says why ranks are stopped.
+    """
+
+    def __init__(self, nnodes: tuple[int, int], folder: Path) -> None:
+        self.is_elastic = nnodes[0] < nnodes[1]
+        self.change = Path(folder, "change")
+        self.handler: Any = None
+        self.nodes = 0  # hosts when the ranks were last started
+        self.failed = False  # the ranks ended by a failure, for which a restart was taken
+        self.memory = HostMemory() if SHARED_MEMORY.is_dir() else None
+        os.environ[NNODES] = f"{nnodes[0]}:{nnodes[1]}"
+        os.environ[CHANGE] = str(self.change)
+        if self.memory is not None:
+            os.environ[MEMORY] = str(self.memory.folder)
+
+    def before_start(self, agent: Any, group: Any) -> None:
+        """To be called when the hosts have met, before the ranks are started."""
+        self.change.unlink(missing_ok=True)
+        self.handler = handler = group.spec.rdzv_handler
+        if elastic_compat.is_dynamic(handler):
+            os.environ[ROUND] = str(elastic_compat.rendezvous_round(handler))
+            os.environ[JOB] = elastic_compat.name_job(handler)
+        if self.failed and self.nodes > group.group_world_size:
+            elastic_compat.allow_restart(agent)  # it was the loss of a host
+        self.nodes, self.failed = group.group_world_size, False
+
+    def before_stop(self) -> None:
+        """To be called before the ranks are stopped to be started again."""
+        self.change.touch()
+
+    def goes_on(self) -> bool:
+        """Whether ranks that have ended in order, with code 75, are to be started again: hosts have
+        joined or left. Waits up to SETTLE_S for them to say so.
+        """
+        end = time.monotonic() + SETTLE_S
+        while self.is_elastic and time.monotonic() < end:
+            waiting = self.handler.num_nodes_waiting()
+            if waiting or elastic_compat.num_members(self.handler) < self.nodes:
+                return True
+            time.sleep(LOOK_S)
+        return False
+
+    def leave(self) -> None:
+        """Tells the other hosts that this one leaves."""
+        if self.is_elastic and self.handler is not None:
+            elastic_compat.leave_rendezvous(self.handler)
+
+    def close(self) -> None:
+        if self.memory is not None:
+            self.memory.close()

@@ -1,0 +1,84 @@
+"""What a launcher keeps for its ranks in memory, and when ranks that end in order start again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from spmdrl.distributed import membership
+from spmdrl.distributed.elastic_job import ElasticJob
+from spmdrl.distributed.membership import HostMemory, Membership
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from spmdrl.distributed.membership import HostMemory
+memory = HostMemory(Path(sys.argv[1]))
+Path(memory.folder, "step").mkdir()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_memory_goes_with_its_launcher_or_with_the_next_one(tmp_path):
+    first = HostMemory(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == -9
+    assert len(list(tmp_path.iterdir())) == 2
+    second = HostMemory(tmp_path)  # what was killed has left is gone, what lives stays
+    assert set(tmp_path.iterdir()) == {first.folder, second.folder}
+    first.close()
+    second.close()
+    assert not list(tmp_path.iterdir())
+
+
+class Rendezvous:
+    """As much of a handler as is asked."""
+
+    def __init__(self, waiting: int, members: int) -> None:
+        self.waiting = waiting
+        self._state_holder = SimpleNamespace(state=SimpleNamespace(participants=range(members)))
+
+    def num_nodes_waiting(self) -> int:
+        return self.waiting
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "waiting", "members", "goes_on"),
+    [((1, 3), 1, 2, True), ((1, 3), 0, 1, True), ((1, 3), 0, 2, False), ((2, 2), 0, 1, False)],
+)  # fmt: skip
+def test_code_75_starts_again_where_hosts_join_or_leave(
+    tmp_path, monkeypatch, nnodes, waiting, members, goes_on
+):
+    monkeypatch.setattr(membership, "SETTLE_S", 0.3)
+    monkeypatch.setattr(membership, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    member = Membership(nnodes, tmp_path)
+    member.handler, member.nodes = Rendezvous(waiting, members), 2
+    assert member.goes_on() == goes_on
+    job = ElasticJob.read()
+    assert (job.min_nodes, job.max_nodes) == nnodes and job.memory is None
+    assert not job.is_changing()
+    member.before_stop()
+    assert job.is_changing()
+    assert job.in_memory_every_steps(None) == int(nnodes == (1, 3))
+    assert job.in_memory_every_steps(0) == 0 and job.in_memory_every_steps(5) == 5
+
+
+def test_the_loss_of_a_host_costs_no_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(membership, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    member, agent = Membership((1, 3), tmp_path), SimpleNamespace(_remaining_restarts=1)
+    left = []
+    for failed, nodes in ((False, 3), (True, 2), (True, 2), (False, 1)):
+        member.failed = failed
+        group = SimpleNamespace(group_world_size=nodes, spec=SimpleNamespace(rdzv_handler=object()))
+        member.before_start(agent, group)
+        left.append(agent._remaining_restarts)
+    assert left == [1, 2, 2, 2]  # the third was a failure, the last left in order

@@ -1,0 +1,79 @@
+"""What a change of a job's hosts is told as, and which sizes a config is checked for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from plan_configs import ppo_config
+
+from spmdrl.config import CheckpointConfig, ConfigError, TrainConfig
+from spmdrl.distributed.elastic_job import ElasticJob
+from spmdrl.training import elastic
+from spmdrl.training.checks.rl import require_sound
+from spmdrl.training.elastic import Change, check_memory_room, check_sizes
+
+
+def test_a_change_is_one_line():
+    now = time.monotonic()
+    lost = Change((4, 2), (("a", "b"), ("a",)), 37, age_s=9.6, found_at=now - 4)
+    assert lost.line() == (
+        "elastic: 4 -> 2 ranks, host b lost; goes on from step 37 in memory, 14 s"
+    )
+    both = Change((4, 6), (("a", "b"), ("a", "c", "d")), 37, ("step 38: torn",), found_at=now)
+    assert both.line() == (
+        "elastic: 4 -> 6 ranks, host b lost, hosts c, d new; goes on from step 37 in memory "
+        "(passed over: step 38: torn), 0 s"
+    )
+    torn = ("step 38: no host has x as it was written",)
+    disk = Change((None, 2), ((), ("a",)), None, torn, disk=Path("run/checkpoints/step_00000030"))
+    assert disk.line() == (
+        "elastic: 2 ranks; no checkpoint in memory is whole (step 38: no host has x as it was "
+        "written): goes on from run/checkpoints/step_00000030"
+    )
+    assert replace(disk, disk=None, passed=()).line() == (
+        "elastic: 2 ranks; no checkpoint in memory is whole (no host has one): begins where the "
+        "run began"
+    )
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    """On the first of four hosts, each with two ranks, of 3 to 4."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    return SimpleNamespace(
+        elastic=ElasticJob(3, 4, memory=tmp_path), topology=SimpleNamespace(world=8)
+    )
+
+
+def test_every_size_is_checked_at_the_start(runtime, qwen3):
+    sizes = []
+    check_sizes(lambda config, world: sizes.append(world), None, runtime)
+    assert sizes == [6, 8]
+    config = ppo_config(qwen3, actor=TrainConfig(fsdp=4))
+    require_sound(config, 8)
+    with pytest.raises(ConfigError) as told:
+        check_sizes(require_sound, config, runtime)
+    begin = "with 3 hosts, 6 ranks in all, which --nnodes 3:4 allows: actor.fsdp on ranks 0-5: "
+    assert str(told.value).startswith(begin)
+
+
+def test_placement_that_names_ranks_has_one_size(runtime, qwen3):
+    placement = {"actor": "0-3", "rollout": "4-7"}
+    config = ppo_config(qwen3, placement=placement)
+    require_sound(config, 8)
+    with pytest.raises(ConfigError, match="with 3 hosts, 6 ranks in all"):
+        check_sizes(require_sound, config, runtime)
+
+
+def test_memory_without_room_is_told_at_the_start(runtime, qwen3, monkeypatch):
+    config = ppo_config(qwen3)
+    monkeypatch.setattr(elastic, "free_bytes", lambda path: 100 << 20)
+    check_memory_room(config, runtime, 100 << 20)  # 4 parts of a quarter
+    with pytest.raises(ConfigError, match=r"100 MiB free, .* take at least 101 MiB of each host"):
+        check_memory_room(config, runtime, 101 << 20)
+    off = ppo_config(qwen3, checkpoint=CheckpointConfig(in_memory_every_steps=0))
+    check_memory_room(off, runtime, 101 << 20)
