@@ -35,13 +35,7 @@ from spmdrl.engines.fsdp.inputs import ModelInputs, image_inputs
 from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.lora import Adapters, adapters_off, add_adapters
 from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base, save_adapter
-from spmdrl.engines.fsdp.model import (
-    TokenPolicy,
-    TokenReward,
-    TokenValue,
-    decoder_layers,
-    require_given,
-)
+from spmdrl.engines.fsdp.model import HEADS, TokenPolicy, decoder_layers, require_given
 from spmdrl.engines.fsdp.model_files import files_beside_weights
 from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
@@ -94,10 +88,6 @@ from spmdrl.weights.buffers import kept_tensors, persistent_buffers
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 from spmdrl.weights.shards import Shards, fill, shards_by_part
 from spmdrl.weights.transfer import gathered
-
-HEADS: dict[str, type[nn.Module]] = {
-    "policy": TokenPolicy, "value": TokenValue, "reward": TokenReward,
-}  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

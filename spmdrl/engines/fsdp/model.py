@@ -130,6 +130,12 @@ class TokenReward(nn.Module):
         return scores if head.bias is None else scores + head.bias.float()
 
 
+# by the kind of an engine
+HEADS: dict[str, type[nn.Module]] = {
+    "policy": TokenPolicy, "value": TokenValue, "reward": TokenReward,
+}  # fmt: skip
+
+
 def backbone_hidden(
     hf: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, packing: Packing,
     scene: ImageInputs | None = None,
