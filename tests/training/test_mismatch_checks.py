@@ -77,6 +77,8 @@ def test_rows_of_a_long_sample_have_its_worst_tokens():
     assert sample.worst_token == 999 and {699, 998} <= {*rows.tolist()}
     assert len(rows) <= 16 and rows[0] == 0 and rows.max() == 998
     assert rows.tolist() == sorted({*rows.tolist()})
+    batch.rollout_logprobs.zero_()  # as in a strict run: the worst is no token of the prompt
+    assert WorstSample(batch, 0.0).worst_token >= 500
 
 
 def test_a_rank_has_its_heads_and_neighbours_share_those_that_are_fewer():

@@ -29,7 +29,7 @@ class WorstSample:
 
     @property
     def differences(self) -> Tensor:
-        """(num_tokens,) float32 nats, 0 where masked."""
+        """(num_tokens,) float32 nats, -1 where masked."""
         return differences_of(self.batch)
 
     @property
@@ -39,12 +39,12 @@ class WorstSample:
 
 
 def differences_of(batch: Batch) -> Tensor:
-    """(num_tokens,) float32: |trainer - engine|, 0 where masked. A number that is not finite counts
-    as infinitely far.
+    """(num_tokens,) float32 nats: |trainer - engine|, -1 where masked. What is not a finite number
+    counts as infinitely far.
     """
     assert batch.old_logprobs is not None
-    found = (batch.old_logprobs - batch.rollout_logprobs).abs() * batch.loss_mask
-    return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    found = (batch.old_logprobs - batch.rollout_logprobs).abs()
+    return found.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(batch.loss_mask == 0, -1.0)
 
 
 def with_trainer_logprobs(
@@ -66,7 +66,7 @@ def worst_sample(actor: Trainer, batches: list[Batch]) -> WorstSample | None:
     for number, batch in enumerate(batches):
         differences = differences_of(batch)
         if batch.loss_mask.any():
-            token = int((differences - (batch.loss_mask == 0).float()).argmax())
+            token = int(differences.argmax())
             if float(differences[token]) > found:
                 seq = int(torch.searchsorted(batch.cu_seqlens, token, right=True)) - 1
                 found, place = float(differences[token]), (number, seq)

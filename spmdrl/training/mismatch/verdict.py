@@ -243,7 +243,7 @@ def describe_flip(flip: Flip, engine: str, dtype: str) -> list[str]:
     sentences = [
         f"The first flipped expert: in layer {flip.layer} token {flip.token} goes to expert "
         f"{listed(flip.engine)} in {engine}, and to {listed(flip.trainer)} in the trainer "
-        f"({flip.router}). All before it agrees; {counted(flip.count)} of this layer."
+        f"({flip.router}). All before it agrees; in this layer it is so for {counted(flip.count)}."
     ]
     if flip.margin is not None and flip.apart is not None:
         near = 0 <= flip.margin <= 2 * flip.apart
@@ -258,7 +258,7 @@ def describe_flip(flip: Flip, engine: str, dtype: str) -> list[str]:
 
 
 def counted(tokens: int) -> str:
-    return "it is the only such token" if tokens == 1 else f"there are {tokens} such tokens"
+    return f"{tokens} token{'s' * (tokens != 1)}"
 
 
 def listed(numbers: list[int]) -> str:
