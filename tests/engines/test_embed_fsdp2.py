@@ -18,7 +18,7 @@ from training_batches import CONFIG, engine_on, whole_batch
 
 from spmdrl.config import AlgoConfig, ConfigError, OptimConfig, TrainConfig, WeightsConfig
 
-pytestmark = [pytest.mark.ranks]
+pytestmark = [pytest.mark.ranks, pytest.mark.strict_nccl]
 
 ONE = {"whole": Host(sharded=False), "sharded": Host()}
 BF16 = torch.bfloat16
