@@ -34,7 +34,7 @@ class HostMemory:
     What a launcher that was killed has left is removed by the next launcher of the same user.
     """
 
-    def __init__(self, root: Path = SHARED_MEMORY) -> None:
+    def __init__(self, root: Path) -> None:
         for left in root.glob(f"{PREFIX}*"):
             with suppress(OSError):
                 remove_if_left(left)
@@ -71,7 +71,8 @@ class Membership:
         self.handler: Any = None
         self.nodes = 0  # hosts when the ranks were last started
         self.failed = False  # the ranks ended by a failure, for which a restart was taken
-        self.memory = HostMemory() if SHARED_MEMORY.is_dir() else None
+        # without it a job has no checkpoints in memory, and says so where they are asked for
+        self.memory = HostMemory(SHARED_MEMORY) if os.access(SHARED_MEMORY, os.W_OK) else None
         os.environ[NNODES] = f"{nnodes[0]}:{nnodes[1]}"
         os.environ[CHANGE] = str(self.change)
         if self.memory is not None:
