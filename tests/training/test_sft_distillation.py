@@ -213,8 +213,7 @@ def test_a_teacher_alone_draws_the_student_to_it(folder):
         "--distillation.topk", "6",
     )  # fmt: skip
     before, after = (
-        means(folder, name, range(20, 28), beta=0.0)[1].item()
-        for name in ("student", "out_taught")
+        means(folder, name, range(20, 28), beta=0.0)[1].item() for name in ("student", "out_taught")
     )
     assert after < 0.75 * before, (before, after)
     assert rows[-1]["eval/distillation_loss"] < after  # merged events say less
