@@ -119,7 +119,8 @@ def weights_of(engine):
 
 def results_on(topology, models, cases):
     """Of each case its sequences, logprobs or values, two updates' metrics, and all weights then;
-    None on ranks outside. Beside logprobs the four likeliest tokens of each place."""
+    None on ranks outside. Beside logprobs the four likeliest tokens of each place, and what the
+    policy says of a teacher's."""
     found = []
     for case in cases:
         with groups_that_end():
@@ -134,7 +135,9 @@ def result_on(topology, models, case):
     batch = whole_batch().select(share_of(engine))
     if case[1] == "policy":
         stats = engine.logprobs(batch, 0.8, True), engine.logprobs(batch, 0.8, top_k=4)
-        looked = [*stats[0][:3], *stats[1][3:]]
+        taught = taught_batch().select(share_of(engine))
+        student = engine.logprobs(taught, 0.8, teacher=True).student_logprobs
+        looked = [*stats[0][:3], stats[1].top_logprobs, stats[1].top_ids, student]
     else:
         looked = [engine.values(batch)]
     metrics = updated(engine, case[1], 2)
