@@ -1,5 +1,5 @@
-"""How far a student is from a teacher, token by token, over the tokens that the teacher finds most
-likely.
+"""Measures how far a student is from a teacher, token by token, over the tokens that the teacher
+finds most likely.
 
 P is the teacher's distribution in the place of a token and Q the student's, as log-probabilities of
 the same k tokens, (num_tokens, k). With `with_rest` all other tokens are one more event, whose

@@ -209,7 +209,7 @@ class InMemory:
 
 
 @dataclass(frozen=True)
-class Found:
+class InMemoryCheckpoint:
     """A checkpoint in memory, which stands whole on every host now."""
 
     folder: Path  # on this host
@@ -222,7 +222,7 @@ Part = tuple[Manifest, float]  # of a host: the manifest, and the age in seconds
 
 def find_in_memory(
     root: Path, hosts: Hosts, group: dist.ProcessGroup, after: int
-) -> tuple[Found | None, list[str]]:
+) -> tuple[InMemoryCheckpoint | None, list[str]]:
     """Looks for the newest checkpoint of a step beyond `after` that the hosts have together, and
     has each host fetch what it lacks of it. Collective.
 
@@ -239,7 +239,7 @@ def find_in_memory(
             continue
         wrong = fetch(folder, manifest, hosts, group)
         if wrong is None:
-            return Found(folder, step, max(age for _, age in known)), passed
+            return InMemoryCheckpoint(folder, step, max(age for _, age in known)), passed
         passed.append(f"step {step}: {wrong}")
     return None, passed
 

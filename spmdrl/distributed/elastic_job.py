@@ -1,4 +1,4 @@
-"""What spmdrl.launch tells its ranks about a job whose hosts may change, in their environment.
+"""Holds what spmdrl.launch tells its ranks, in their environment, about a job of changing hosts.
 
 The launcher writes the variables (membership.py), a program's start reads them. Imports no torch.
 """

@@ -79,7 +79,7 @@ class Membership:
             os.environ[MEMORY] = str(self.memory.folder)
 
     def before_start(self, agent: Any, group: Any) -> None:
-        """To be called when the hosts have met, before the ranks are started."""
+        """Is called when the hosts have met, before ranks are started: writes their environment."""
         self.change.unlink(missing_ok=True)
         self.handler = handler = group.spec.rdzv_handler
         if elastic_compat.is_dynamic(handler):
@@ -90,7 +90,7 @@ class Membership:
         self.nodes, self.failed = group.group_world_size, False
 
     def before_stop(self) -> None:
-        """To be called before the ranks are stopped to be started again."""
+        """Is called before the ranks are stopped to be started again: leaves word of it."""
         self.change.touch()
 
     def goes_on(self) -> bool:

@@ -1,4 +1,4 @@
-"""What training engines ask of a policy's LM head, and the form in which its results come back."""
+"""Says what training engines ask of a policy's LM head, and in which form its results come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the modules of a model computed in one pass over one sequence, read by forward hooks.
+"""Keeps what the modules of a model compute in one pass over one sequence, by forward hooks.
 
 A model gives its modules' results in its own form, and a pass may come in pieces. `PassRecorder`
 takes both apart; whoever registers the hooks says which rows of a tensor are which tokens.

@@ -27,7 +27,7 @@ FORMS = (
 
 @dataclass
 class Probes:
-    """What the reward said. right: by the name of a form, for each ground truth written so."""
+    """Holds what the reward said. right: by the name of a form, for each ground truth in it."""
 
     right: dict[str, list[float]] = field(default_factory=dict)
     wrong: dict[str, list[float]] = field(default_factory=dict)  # another prompt's ground truth

@@ -30,7 +30,7 @@ FEW = 0.05  # share of rows that may be left out
 
 @dataclass(frozen=True)
 class Reviewed:
-    """What a review looks at."""
+    """Holds what a review looks at."""
 
     config: PpoConfig
     world: int  # ranks of the real run

@@ -25,7 +25,7 @@ TAIL = 25  # lines of a failed run's output that are shown
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run has ended."""
+    """Says how a run has ended."""
 
     what: str  # what it was to do
     command: list[str]

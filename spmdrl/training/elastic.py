@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from spmdrl.checkpoint.disk_space import free_bytes, mib
 from spmdrl.checkpoint.format import read_run
-from spmdrl.checkpoint.in_memory import Found, Hosts, InMemory, find_in_memory
+from spmdrl.checkpoint.in_memory import Hosts, InMemory, InMemoryCheckpoint, find_in_memory
 from spmdrl.config import ConfigError, RunConfig
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.training.runtime import Runtime
@@ -24,7 +24,7 @@ C = TypeVar("C", bound=RunConfig)
 
 
 @dataclass(frozen=True)
-class Change:
+class SizeChange:
     """A start of the ranks after others in the same job. The same on every rank."""
 
     ranks: tuple[int | None, int]  # before and now; None: not known
@@ -117,7 +117,7 @@ def check_memory_room(config: RunConfig, runtime: Runtime, least_bytes: int) -> 
 
 def look_in_memory(
     config: RunConfig, runtime: Runtime, after: int
-) -> tuple[Found | None, Change | None]:
+) -> tuple[InMemoryCheckpoint | None, SizeChange | None]:
     """Looks for a checkpoint in memory of a step beyond `after`, for ranks that are started again
     in their job. Collective.
     """
@@ -127,11 +127,11 @@ def look_in_memory(
     now = place.hosts.names
     found, passed = find_in_memory(place.root, place.hosts, runtime.topology.control, after)
     if found is None:
-        return None, Change((None, world), ((), now), None, tuple(passed))
+        return None, SizeChange((None, world), ((), now), None, tuple(passed))
     saved: dict[str, Any] = read_run(found.folder)
     before = tuple(map(str, saved.get("hosts", ())))
     ranks = (saved["world"], world)
-    return found, Change(ranks, (before, now), found.step, tuple(passed), found.age_s)
+    return found, SizeChange(ranks, (before, now), found.step, tuple(passed), found.age_s)
 
 
 def check_sizes(sound: Callable[[C, int], None], config: C, runtime: Runtime) -> None:

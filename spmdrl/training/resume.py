@@ -14,7 +14,7 @@ from spmdrl.checkpoint.run_dir import lock_run_dir, write_config
 from spmdrl.config import ConfigError, RunConfig
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.collectives import broadcast_object
-from spmdrl.training.elastic import Change, look_in_memory
+from spmdrl.training.elastic import SizeChange, look_in_memory
 from spmdrl.training.run_identity import FORMAT, Tree, differences, identity
 from spmdrl.training.runtime import Runtime
 
@@ -25,7 +25,7 @@ class ResumePoint:
 
     folder: Path | None  # of the checkpoint to load
     began: int | None  # see checkpoint/job.py
-    change: Change | None = None  # of the job's hosts or ranks, before this start
+    change: SizeChange | None = None  # of the job's hosts or ranks, before this start
 
 
 def find_start(config: RunConfig, runtime: Runtime) -> ResumePoint:

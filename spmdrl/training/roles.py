@@ -130,7 +130,7 @@ class Roles:
 
     @property
     def teacher_topk(self) -> int:
-        """How many tokens the reference names in each place, where it is a teacher; else 0."""
+        """Returns how many tokens a reference that is a teacher names in each place; else 0."""
         distillation = self.config.algo.distillation
         return 0 if distillation is None else distillation.topk
 

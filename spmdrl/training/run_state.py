@@ -17,7 +17,7 @@ from spmdrl.data.prompt_sampler import PromptSampler
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
-from spmdrl.training.elastic import Change, in_memory_every, memory_place
+from spmdrl.training.elastic import SizeChange, in_memory_every, memory_place
 from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.trace import SpanLog, TraceFile
 from spmdrl.training.logs.trackers import open_trackers
@@ -49,7 +49,7 @@ class RunState:
     restore: Callable[[dict[str, Any], Path, bool], None] = lambda saved, folder, same_data: None
     identity: dict[str, Any] | None = None  # see run_identity.py; for checkpoints
     hosts: tuple[str, ...] = ()  # of the job, by name
-    change: Change | None = None  # of the job's hosts or ranks, before this start
+    change: SizeChange | None = None  # of the job's hosts or ranks, before this start
 
     @property
     def is_log(self) -> bool:

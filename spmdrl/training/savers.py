@@ -9,7 +9,7 @@ from spmdrl.checkpoint.writer import Saver
 
 @dataclass(frozen=True)
 class Savers:
-    """The same on every rank; a call is collective."""
+    """Holds the savers of a run, the same on every rank; a call is collective."""
 
     disk: Saver | None = None  # None: the config asks for none there
     disk_every: int = 0  # steps

@@ -183,8 +183,8 @@ def gather_metrics(roles: Roles, batches: TrainBatches) -> None:
 
 
 def before_update(roles: Roles, step: int) -> Callable[[Batch, int], dict[str, float]]:
-    """What is done before each update, by the policy at hand: chooses the tokens of clip_cov and
-    kl_cov, or computes the gradient of a loss of pairs, whose metrics it returns.
+    """Returns what is done before each update, by the policy at hand: it chooses the tokens of
+    clip_cov and kl_cov, or computes the gradient of a loss of pairs, whose metrics it returns.
     """
     config, actor = roles.config, roles.actor
 

@@ -1,4 +1,4 @@
-"""Which kind of step an iteration of another program's loop is: a step of RL, or one of its own."""
+"""Says what kind of step an iteration of another program's loop is: one of RL, or its own."""
 
 from __future__ import annotations
 

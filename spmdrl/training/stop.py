@@ -40,13 +40,13 @@ class StopController:
         self.keeps = not last and savers.saves_in_memory(step, keeps)
 
     def savers_of_step(self) -> list[Saver]:
-        """Those that are to save the step that was voted on."""
+        """Returns those that are to save the step that was voted on."""
         savers = self.savers
         chosen = ((savers.memory, self.keeps), (savers.disk, self.saves))
         return [saver for saver, wanted in chosen if saver is not None and wanted]
 
     def _wish(self) -> int:
-        """Of this rank."""
+        """Returns the vote of this rank."""
         stopping = self.runtime.stopping
         if self.savers.failed:
             return BROKEN

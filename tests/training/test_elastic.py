@@ -14,22 +14,24 @@ from spmdrl.config import CheckpointConfig, ConfigError, TrainConfig
 from spmdrl.distributed.elastic_job import ElasticJob
 from spmdrl.training import elastic
 from spmdrl.training.checks.rl import require_sound
-from spmdrl.training.elastic import Change, check_memory_room, check_sizes
+from spmdrl.training.elastic import SizeChange, check_memory_room, check_sizes
 
 
 def test_a_change_is_one_line():
     now = time.monotonic()
-    lost = Change((4, 2), (("a", "b"), ("a",)), 37, age_s=9.6, found_at=now - 4)
+    lost = SizeChange((4, 2), (("a", "b"), ("a",)), 37, age_s=9.6, found_at=now - 4)
     assert lost.line() == (
         "elastic: 4 -> 2 ranks, host b lost; goes on from step 37 in memory, 14 s"
     )
-    both = Change((4, 6), (("a", "b"), ("a", "c", "d")), 37, ("step 38: torn",), found_at=now)
+    both = SizeChange((4, 6), (("a", "b"), ("a", "c", "d")), 37, ("step 38: torn",), found_at=now)
     assert both.line() == (
         "elastic: 4 -> 6 ranks, host b lost, hosts c, d new; goes on from step 37 in memory "
         "(passed over: step 38: torn), 0 s"
     )
     torn = ("step 38: no host has x as it was written",)
-    disk = Change((None, 2), ((), ("a",)), None, torn, disk=Path("run/checkpoints/step_00000030"))
+    disk = SizeChange(
+        (None, 2), ((), ("a",)), None, torn, disk=Path("run/checkpoints/step_00000030")
+    )
     assert disk.line() == (
         "elastic: 2 ranks; no checkpoint in memory is whole (step 38: no host has x as it was "
         "written): goes on from run/checkpoints/step_00000030"

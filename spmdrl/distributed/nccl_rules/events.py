@@ -1,4 +1,4 @@
-"""What a rank writes down: the process groups that it makes, and what it calls over them."""
+"""Defines what a rank writes down: the process groups that it makes, and its calls over them."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Recorder:
             )
 
     def split(self, table: list[list[int]], limit_s: float) -> None:
-        """As DeviceMesh on GPUs: c10d.split_group."""
+        """Writes down what DeviceMesh would do on GPUs: c10d.split_group."""
         parent = self.parent()
         me = c10d._get_default_group().rank()
         mine = sorted(next((part for part in table if me in part), []))

@@ -119,13 +119,13 @@ def findings(events: Events, ended: bool) -> list[Finding]:
 
 
 def both(rule: str, said: str, one: tuple[int, Any], other: tuple[int, Any]) -> Finding:
-    """With two ranks' stacks. one, other: (rank, event)."""
+    """Returns a finding with the stacks of two ranks. one, other: (rank, event)."""
     shown = "".join(f"\n  rank {rank} {event}:{text(event.stack)}" for rank, event in (one, other))
     return Finding(rule, said + shown)
 
 
 def lone(rule: str, said: str, one: tuple[int, Any], other: int, events: Events) -> Finding:
-    """The other rank does not come there: what it did last is shown."""
+    """Returns a finding where the other rank does not come: what it did last is shown."""
     last = events[other][-1:]
     did = "".join(f" {event}:{text(event.stack)}" for event in last) or " nothing"
     rank, event = one

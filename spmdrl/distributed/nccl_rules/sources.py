@@ -1,5 +1,5 @@
-"""What the source of a caller says of a collective: where it stands, which backends a group has,
-and whether a tensor is made on the CPU.
+"""Reads from the source of a caller where a collective stands, which backends a group has, and
+whether a tensor is made on the CPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def stack(frame: FrameType | None) -> Stack:
 
 
 def backends_of(frame: FrameType | None, inherited: str) -> str:
-    """What a group has on GPUs, by the arguments of the call and of the function around it."""
+    """Returns the backends of a group on GPUs, by the arguments of the call and of its function."""
     call = call_at(frame)
     given = backend_in(call)
     if isinstance(given, ast.Constant):
@@ -92,7 +92,7 @@ def tree_of(file: str) -> ast.Module:
 
 @lru_cache(None)
 def calls_of(file: str) -> dict[tuple[Any, ...], ast.Call]:
-    """By first line, last line, first column, last column."""
+    """Returns the calls in a file by first line, last line, first column, last column."""
     calls = (node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call))
     return {(c.lineno, c.end_lineno, c.col_offset, c.end_col_offset): c for c in calls}
 
@@ -111,8 +111,8 @@ def made_on_cpu(frame: FrameType, tensor: torch.Tensor) -> bool:
 
 @lru_cache(None)
 def assignments(file: str, line: int) -> dict[str, list[tuple[int, bool]]]:
-    """By name: the lines where the function at this line assigns to it, and whether a tensor that
-    it makes on the CPU.
+    """Returns by name the lines where the function at this line assigns to it, and whether a tensor
+    that it makes on the CPU.
     """
     found: dict[str, list[tuple[int, bool]]] = defaultdict(list)
     for node in ast.walk(tree_of(file)):

@@ -323,7 +323,7 @@ class FsdpEngine:
         self, inputs: ModelInputs, images: BatchImages | None, temperature: float,
         pi_squared: bool = False, top_k: int = 0, teacher: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """What TokenPolicy returns, of all tokens: (num_tokens,) or (num_tokens, k); 0 if masked.
+        """Returns what TokenPolicy does, of all tokens: (num_tokens,) or (num_tokens, k); 0 masked.
 
         teacher: with the log-probabilities of the teacher's ids, where the batch has any.
         """

@@ -39,7 +39,7 @@ WITHOUT_EFFECT = {
 
 
 class Sharding(NamedTuple):
-    """How the program has sharded its model."""
+    """Says how the program has sharded its model."""
 
     replicas: int  # of the weights
     sharers: int  # ranks that share one copy

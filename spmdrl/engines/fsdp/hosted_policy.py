@@ -42,8 +42,8 @@ class HostedPolicy:
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
-        """As TokenPolicy.forward. A head that is a unit of its own is not called, so gathered here;
-        FSDP2 reduces its gradients at the end of the backward pass.
+        """Runs TokenPolicy.forward. A head that is a unit of its own is not called: it is gathered
+        here, and FSDP2 reduces its gradients at the end of the backward pass.
         """
         head = self.hf.get_output_embeddings()
         if isinstance(head, FSDPModule):

@@ -1,4 +1,4 @@
-"""What a checkpoint has beside its weights."""
+"""Makes what a checkpoint has beside its weights."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def replaced_forward(module: Any, around: Any) -> Iterator[None]:
 
 
 def routers_of(hf: Any) -> dict[str, int]:
-    """As router_replay.router_classes; {} for a model without experts, or of unknown routing."""
+    """Returns router_replay.router_classes; {} without experts, or where the routing is unknown."""
     if not any(type(m).__name__.endswith("Experts") for m in hf.modules()):
         return {}
     try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenGradients:
-    """What tokens of one sequence add to the gradient of an update, before it is clipped."""
+    """Holds what tokens of a sequence add to the gradient of an update, before it is clipped."""
 
     positions: list[int]  # of the tokens in the sequence: those whose loss_mask is 1
     norms: list[float]  # |g_t|, with g_t the gradient of the loss through token t alone

@@ -19,7 +19,7 @@ if __name__ != "__main__":  # inside, what is imported here stands above as part
     from spmdrl.rewards.sandbox.names import (
         HELPERS,
         ONLY_TREE,
-        Names,
+        TestNames,
         is_pythons_own,
         of_the_program,
     )
@@ -58,7 +58,7 @@ class Tests:
         self.compiled: dict[int, tuple[Any, Any]] = {}  # by id(): code and its text
         try:
             tree = compile(text, "tests", "exec", ONLY_TREE, dont_inherit=True)
-            self.found = Names(tree)
+            self.found = TestNames(tree)
             self.code = compile(text, "tests", "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise Unjudged(f"the test is no Python: {error}") from None
@@ -223,7 +223,7 @@ class Tests:
         if not isinstance(text, str | bytes):
             raise TypeError(f"{mode}() arg 1 must be a string, bytes or code object")
         try:
-            wanted = Names(compile(text, "<string>", mode, ONLY_TREE, dont_inherit=True)).free()
+            wanted = TestNames(compile(text, "<string>", mode, ONLY_TREE, dont_inherit=True)).free()
         except ValueError as error:
             raise SyntaxError(str(error)) from None
         if names is caller.f_globals:  # what the test knows is not for such a text

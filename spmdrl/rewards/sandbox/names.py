@@ -49,7 +49,7 @@ def kind(node: Any) -> str:
     return type(node).__name__
 
 
-class Names:
+class TestNames:
     """The names of one test's tree."""
 
     def __init__(self, tree: Any) -> None:
@@ -112,7 +112,7 @@ def lines(body: list[Any]) -> tuple[int, int]:
     return body[0].lineno, body[-1].end_lineno
 
 
-def of_the_program(found: Names, theirs: set[str]) -> set[str]:
+def of_the_program(found: TestNames, theirs: set[str]) -> set[str]:
     """Returns which of the names that the program has mean the program's, `theirs` among the free
     ones.
 
@@ -138,7 +138,7 @@ def of_the_program(found: Names, theirs: set[str]) -> set[str]:
     return {min(called)[2]}
 
 
-def is_like_module(found: Names, name: str) -> bool:
+def is_like_module(found: TestNames, name: str) -> bool:
     attributes = found.looked_into.get(name)
     if not attributes or name in found.bare or name in found.called:
         return False

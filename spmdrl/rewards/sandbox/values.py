@@ -121,7 +121,7 @@ VALUES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 
 
 def is_of_numpy(kind: type) -> bool:
-    """Whether it is numpy's array, or a number of numpy; not so a class that is based on one."""
+    """Says whether it is an array or a number of numpy's own; a class based on one is not."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and (
         kind is numpy.ndarray or (kind.__module__ == "numpy" and issubclass(kind, numpy.generic))

@@ -84,8 +84,9 @@ class MemoryPlan:
 
     @property
     def free_gib(self) -> float:
-        """What the fullest rank's GPU has left at its peak; below 0: so much is too much. On a CPU
-        there is no limit."""
+        """Returns what the fullest rank's GPU has left at its peak; below 0: so much is too much.
+        On a CPU there is no limit.
+        """
         if self.gpu_gib is None:
             return math.inf
         return self.gpu_gib - self.fullest.peak.total - self.reserve_gib

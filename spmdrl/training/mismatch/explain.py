@@ -92,7 +92,7 @@ def explain(roles: Roles, sample: WorstSample, step: int) -> MismatchReport:
 
 @dataclass(frozen=True)
 class Weights:
-    """What the comparison of the engine's weights with the trainer's has found."""
+    """Holds what the comparison of the engine's weights with the trainer's has found."""
 
     count: int  # of tensors that were compared on this rank
     wrong: list[str]  # a sentence for each rank whose engine differs

@@ -24,8 +24,8 @@ LEAST_SHARE = 1e-3  # of a tensor's size: smaller tokens are measured by it
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How far two tensors of tokens are apart."""
+class TensorDifference:
+    """Says how far two tensors of tokens are apart."""
 
     largest: float  # absolute, of one element
     relative: float  # of the worst token: RMS of the difference over RMS of the trainer's
@@ -38,23 +38,23 @@ class Point:
     name: str  # that both have in common
     engine_path: str
     trainer_path: str
-    given: Difference | None  # of what the modules were given; None: not known
-    returned: Difference
+    given: TensorDifference | None  # of what the modules were given; None: not known
+    returned: TensorDifference
 
 
-def difference_of(engine: Tensor, trainer: Tensor) -> Difference:
+def difference_of(engine: Tensor, trainer: Tensor) -> TensorDifference:
     """engine, trainer: (num_rows, width)."""
     engine, trainer = engine.double(), trainer.double()
     apart = engine - trainer
     if not bool(apart.isfinite().all()):
         same = bool((engine.isfinite() == trainer.isfinite()).all())
-        return Difference(float("nan") if same else float("inf"), float("inf"))
+        return TensorDifference(float("nan") if same else float("inf"), float("inf"))
     sizes = trainer.square().mean(1).sqrt()
     least = max(
         float(trainer.square().mean().sqrt()) * LEAST_SHARE, torch.finfo(torch.float32).tiny
     )
     relative = apart.square().mean(1).sqrt() / sizes.clamp(min=least)
-    return Difference(float(apart.abs().max()), float(relative.max()))
+    return TensorDifference(float(apart.abs().max()), float(relative.max()))
 
 
 def local_part(full: Tensor, width: int, tp_rank: int, tp_size: int) -> Tensor | None:
@@ -70,7 +70,7 @@ def local_part(full: Tensor, width: int, tp_rank: int, tp_size: int) -> Tensor |
 
 
 @dataclass(frozen=True)
-class Pair:
+class ModulePair:
     """The records of a module on both sides."""
 
     name: str
@@ -115,7 +115,9 @@ def names_of(path: str) -> list[str]:
     return [name.removesuffix(".") for name in spellings(None, f"{path}.")] if path else [path]
 
 
-def pairs_of(engine: RecordedPass, trainer: RecordedPass, tp_rank: int, tp_size: int) -> list[Pair]:
+def pairs_of(
+    engine: RecordedPass, trainer: RecordedPass, tp_rank: int, tp_size: int
+) -> list[ModulePair]:
     """Returns the modules that both have, in the order in which the engine's ended."""
     theirs: dict[str, tuple[str, ModuleRecord]] = {}
     for path, record in trainer.records.items():
@@ -127,7 +129,7 @@ def pairs_of(engine: RecordedPass, trainer: RecordedPass, tp_rank: int, tp_size:
         other = next((theirs[other] for other in names_of(path) if other in theirs), None)
         other = other or fused_record(name, engine, theirs, width, tp_size, tp_rank)
         if other is not None and not name.endswith(OTHERWISE):
-            found.append(Pair(name, path, other[0], record, other[1]))
+            found.append(ModulePair(name, path, other[0], record, other[1]))
     return found
 
 
@@ -158,8 +160,8 @@ def compare_passes(
 
 
 def compare_pair(
-    pair: Pair, tp_rank: int, tp_size: int
-) -> tuple[list[Difference], Difference] | None:
+    pair: ModulePair, tp_rank: int, tp_size: int
+) -> tuple[list[TensorDifference], TensorDifference] | None:
     """Returns how far inputs are apart, and results; None where the two are of other widths."""
     engine, trainer = pair.engine, pair.trainer
     whole = local_part(trainer.output, engine.output.shape[1], tp_rank, tp_size)
@@ -180,11 +182,13 @@ def compare_pair(
     return (inputs if several else inputs[:1]), returned
 
 
-def relative(difference: Difference) -> float:
+def relative(difference: TensorDifference) -> float:
     return difference.relative
 
 
-def rotary_point(attention: Point, rotated: list[Difference], before: dict[str, Point]) -> Point:
+def rotary_point(
+    attention: Point, rotated: list[TensorDifference], before: dict[str, Point]
+) -> Point:
     """Returns the point between the projections, or the norms of queries and keys, and the
     attention function. before: the points so far.
     """
@@ -202,9 +206,9 @@ def rotary_point(attention: Point, rotated: list[Difference], before: dict[str, 
     )  # fmt: skip
 
 
-def worst(found: Iterable[Difference]) -> Difference | None:
+def worst(found: Iterable[TensorDifference]) -> TensorDifference | None:
     """Returns the largest of each number; None of nothing."""
     listed = list(found)
     if not listed:
         return None
-    return Difference(max(d.largest for d in listed), max(d.relative for d in listed))
+    return TensorDifference(max(d.largest for d in listed), max(d.relative for d in listed))

@@ -1,4 +1,4 @@
-"""What is found about a mismatch, as text for people and as JSON."""
+"""Tells what is found about a mismatch, as text for people and as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.checkpoint.disk_space import writing
-from spmdrl.training.mismatch.points import Difference, Point
+from spmdrl.training.mismatch.points import Point, TensorDifference
 from spmdrl.training.mismatch.verdict import LAYER, Divergence, layer_of
 
 WIDTH = 100
@@ -101,7 +101,7 @@ def row_of(point: Point, is_marked: bool, divergence: Divergence | None) -> str:
     return f"  {name:<{NAME}}{cells(point.given)}{cells(point.returned)}{note}"
 
 
-def cells(difference: Difference | None) -> str:
+def cells(difference: TensorDifference | None) -> str:
     if difference is None:
         return f"{'-':>12}{'-':>10}"
     return f"{difference.largest:>12.2e}{difference.relative:>10.1e}"

@@ -1,4 +1,4 @@
-"""Where two passes part first by more than rounding, and what is the likely reason."""
+"""Finds where two passes part first by more than rounding, and the likely reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYER = re.compile(r"\blayers\.(\d+)\b")
 
 
 def rounding_of(*dtypes: torch.dtype) -> float:
-    """Returns by how much rounding lets one operator differ, as Difference.relative."""
+    """Returns by how much rounding lets one operator differ, as TensorDifference.relative."""
     found = [ROUNDINGS[dtype] * torch.finfo(dtype).eps for dtype in dtypes]
     in_tf32 = torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest"
     return max(found + [ROUNDINGS[torch.bfloat16] * TF32_EPS] * in_tf32)

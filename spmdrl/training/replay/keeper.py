@@ -61,7 +61,7 @@ class SampleKeeper:
             self.pending = self.pool.submit(self.write, step, rollout)
 
     def wait(self) -> None:
-        """Until all is written. Raises OSError where that failed."""
+        """Waits until all is written. Raises OSError where that failed."""
         if self.pending is not None:
             self.pending.result()
             self.pending = None

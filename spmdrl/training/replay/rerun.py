@@ -47,7 +47,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What a step has come to. On the first rank."""
+    """Holds what a step has come to. On the first rank."""
 
     metrics: dict[str, float]
     sums: SequenceSums

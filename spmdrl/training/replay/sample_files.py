@@ -124,7 +124,7 @@ def expert_arrays(flat: list[Sample]) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class KeptFile:
-    """What one rank has kept of a step."""
+    """Holds what one rank has kept of a step."""
 
     world: int  # ranks that sampled
     num_rows: int  # of the data that the run trains on

@@ -1,4 +1,4 @@
-"""What a step has computed of every sequence, as one sum for each field of its Batch.
+"""Sums up what a step has computed of every sequence: one sum for each field of its Batch.
 
 A run keeps these beside its samples, so that a replay can say which number is the first that
 differs, and of which sample. A sum does not depend on the rank that a sequence is on.
