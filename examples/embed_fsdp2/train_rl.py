@@ -121,6 +121,8 @@ def train(args, device, at_end):
     data = batches(args, device, kinds.count("sft", iteration))
     rl = attach(model, optimizer, load_config(args.rl_config, PpoConfig, {}))
     at_end.callback(rl.close)  # whatever happens
+    if iteration > 0 and Path(args.load, "rl.json").exists():
+        rl.load_state_dict(json.loads(Path(args.load, "rl.json").read_text()))
     while iteration < args.train_iters:
         started = time.perf_counter()
         iteration += 1
@@ -135,6 +137,9 @@ def train(args, device, at_end):
             print_first(f"iteration {iteration} | {shown} | {time.perf_counter() - started:.2f} s")
         if iteration % args.save_interval == 0 or iteration == args.train_iters:
             save_checkpoint(args, model, optimizer, schedule, iteration)
+            if dist.get_rank() == 0:  # where the prompts stand
+                file = Path(args.save, f"iter_{iteration}", "rl.json")
+                file.write_text(json.dumps(rl.state_dict()))
     print_first(rl.evaluate(iteration))
 
 

@@ -304,7 +304,10 @@ def load(folder: Path, engines: Mapping[str, Checkpointable], topology: Topology
     run = read_run(folder)
     missing = sorted(set(engines) - set(run["engines"]))
     if missing:
-        raise ConfigError(f"checkpoint {folder} has {run['engines']}, this run needs {missing} too")
+        raise ConfigError(
+            f"checkpoint {folder} has {run['engines']}, this run needs {missing} too. Leave out "
+            "the option that asks for them, or start anew with --resume never"
+        )
     for name, engine in engines.items():
         engine.onload()
         try:

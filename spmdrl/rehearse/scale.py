@@ -205,6 +205,8 @@ def scale_length(scaled: Scaled) -> None:
     scaled.set("checkpoint.every_steps", STEPS, "to resume from")
     scaled.set("checkpoint.in_memory_every_steps", None, "no host is lost")
     scaled.set("resume", "never", "it begins anew")
+    if scaled.config.algo.ref_model_sync_steps > 0:
+        scaled.set("algo.ref_model_sync_steps", 1, "2 steps reach it")
     scaled.set("log_samples", 64, "to be shown")
     scaled.set("profile", None, "it names steps of the real run")
     if scaled.config.keep_samples != KeepSamplesConfig():

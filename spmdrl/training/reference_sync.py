@@ -23,6 +23,7 @@ def sync_reference(roles: Roles, step: int) -> None:
         return
     assert ref is not None
     with roles.phases("sync_reference", actor.topology):
+        actor.model.offload(keep_weights=True)
         actor.model.onload(weights_only=True)
         ref.model.onload()
         bucket_bytes = roles.config.weights.bucket_mib << 20
@@ -39,5 +40,6 @@ def mixed(
     of_policy = policy.named_weights(torch.float32, bucket_bytes)
     of_reference = reference.named_weights(torch.float32, bucket_bytes)
     for (name, new), (same, old) in zip(of_policy, of_reference, strict=True):
-        assert name == same, f"the policy has {name} where the reference has {same}"
-        yield name, torch.lerp(old, new, alpha)
+        if name != same:
+            raise ValueError(f"the policy has {name} where the reference has {same}")
+        yield name, old.lerp_(new, alpha)

@@ -12,7 +12,7 @@ from typing import Any
 from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.writer import RankState
-from spmdrl.config import PpoConfig
+from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.distributed.agreement import gather_to_first
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.placement import saved_roles
@@ -320,9 +320,16 @@ def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) ->
 def restore_algorithm(roles: Roles, saved: dict[str, Any], folder: Path) -> None:
     """Restores adaptive coefficients, and the samples of earlier steps that are trained on again.
 
-    saved: run.json of the checkpoint `folder`.
+    saved: run.json of the checkpoint `folder`. Raises ConfigError where it has a reference that the
+    run would not take.
     """
     algo, sampling = roles.config.algo, roles.sampling
+    if "ref" in saved["engines"] and roles.ref is not None and algo.ref_model_sync_steps == 0:
+        raise ConfigError(
+            f"{folder} has a reference that followed the policy, and without "
+            "algo.ref_model_sync_steps the run would go back to that of its start: set it as it "
+            "was; with a number above `steps` the reference stays as it is now"
+        )
     adaptive = saved.get("adaptive", {})
     if algo.kl_target is not None and adaptive.get("kl_coef") is not None:
         roles.kl_coef = adaptive["kl_coef"]

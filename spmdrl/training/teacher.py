@@ -60,7 +60,7 @@ def ask_teacher(teacher: Teacher, share: Share) -> None:
     if teacher.channel is not None:
         batch = share.rows.batch(share_of(share.rows, share.indices, ref))
     ref.model.onload()
-    stats = ref.model.logprobs(batch, temperature=1.0, images=ref.images, top_k=teacher.topk)
+    stats = ref.model.logprobs(batch, temperature=1.0, images=share.rows.images, top_k=teacher.topk)
     ref.model.offload()
     assert stats.top_ids is not None and stats.top_logprobs is not None
     if teacher.channel is None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from spmdrl.config import AlgoConfig, ConfigError, LoraConfig, TrainConfig
 from spmdrl.training.checks.rl import check
+from spmdrl.training.rl import restore_algorithm
 
 ALPHA = 0.3
 FOLLOWS = CONFIG.replace(
@@ -60,6 +62,14 @@ def test_the_reference_is_mixed_with_the_policy_and_resumed(tmp_path, qwen3, eng
     assert resumed == rows[-2:] and rows[-1]["actor/ref_kl"] > 0
 
 
+def test_a_checkpoint_with_another_reference_is_not_gone_on_with_in_silence():
+    roles = SimpleNamespace(
+        config=SimpleNamespace(algo=AlgoConfig(kl_coef=0.1)), sampling=None, ref=object()
+    )
+    with pytest.raises(ConfigError, match="a reference that followed the policy"):
+        restore_algorithm(roles, {"engines": ["actor", "ref"]}, Path("step_1"))
+
+
 ALGO = AlgoConfig(kl_coef=0.1, ref_model_sync_steps=2)
 
 
@@ -70,10 +80,15 @@ ALGO = AlgoConfig(kl_coef=0.1, ref_model_sync_steps=2)
         ({"ref": TrainConfig(model="other")}, "teacher"),
         ({"actor": TrainConfig(lora=LoraConfig(rank=2))}, "actor's base"),
         ({"placement": {"actor": "0", "ref": "1"}}, "ref is on ranks 1"),
+        ({"ref": TrainConfig(engine="megatron", dtype="float32")}, "differ in engine"),
+        (
+            {"actor": TrainConfig(engine="megatron"), "ref": TrainConfig(engine="megatron")},
+            "keeps its weights in bfloat16",
+        ),
     ],
 )
 def test_a_reference_that_cannot_follow_is_refused(qwen3, changes, words):
-    if "ref" in changes:
+    if changes.get("ref") == TrainConfig(model="other"):
         changes = {"ref": TrainConfig(model=str(Path(qwen3, "..", qwen3.name)))}
     config = ppo_config(qwen3, algo=ALGO)
     with pytest.raises(ConfigError, match="ref_model_sync_steps=2") as raised:

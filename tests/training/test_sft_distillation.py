@@ -237,8 +237,8 @@ def test_the_teacher_sees_the_images_of_a_row(tmp_path):
                       {"role": "assistant", "content": f"{n % 3}!"}], "images": [f"{n}.png"]}
         for n in range(6)
     ]  # fmt: skip
-    for name in ("rows", "held_out"):
-        Path(tmp_path, f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for name, own in (("rows", rows), ("held_out", rows[:2:-1])):  # another image in each place
+        Path(tmp_path, f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in own))
     text = CONFIG.replace(f"topk={VOCAB}", "topk=64").replace("beta=0.3, ", "")
     Path(tmp_path, "cfg.py").write_text(text)
     found = sft(tmp_path, 2, "run", "--steps", "2", "--actor.lora.rank", "4", "--actor.optim.lr",

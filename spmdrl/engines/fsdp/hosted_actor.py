@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from spmdrl.config import PpoConfig, TrainConfig
 from spmdrl.distributed.topology import Topology
@@ -68,17 +69,25 @@ class FsdpActor:
         )
         return FsdpEngine.of_host(self.policy, role, layout)
 
+    def begin_anew(self, root: FSDPModule | None) -> None:
+        """Forgets a pass that has not ended, and has the next one reduce its gradients."""
+        if root is not None:
+            forget_pass(root)
+            root.set_requires_gradient_sync(True)
+
     @contextmanager
     def driven_by_us(self) -> Iterator[None]:
         """Weights are shards, before and after: units that the host has left gathered have what
         they were before its last optimizer step.
         """
         root = root_of(self.model)
-        if root is not None:
-            forget_pass(root)
-            root.set_requires_gradient_sync(True)
+        self.begin_anew(root)
         try:
             yield
+        except BaseException:
+            self.begin_anew(root)  # HSDP keeps a sum of gradients that zero_grad does not know
+            self.model.zero_grad()
+            raise
         finally:
             for unit in units_of(self.model):
                 unit.reshard()

@@ -179,7 +179,7 @@ def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) ->
     """
     held = [local(p).detach() for p in params if p.grad is not None]
     shards = [local(p.grad) for p in params if p.grad is not None]
-    own = get_total_norm(shards)
+    own = get_total_norm(shards).float()
     square = own.square().to(topology.device)
     dist.all_reduce(square, group=topology.copies.get_group("fsdp"))
     norm = square.sqrt()

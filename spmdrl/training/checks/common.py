@@ -306,7 +306,7 @@ def check_other_model(name: str, other: str, model: str, hf: PreTrainedConfig) -
 # what a role that is not trained does not read
 OF_TRAINING = (
     "offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
-    "freeze_vision", "reshard_after_forward", "router_replay",
+    "freeze_vision", "reshard_after_forward", "router_replay", "ema", "mtp_loss_scaling_factor",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from spmdrl.distributed.placement import (
     Placement,
     place,
     reference_is_base,
+    saved_roles,
     show_ranks,
     training_roles,
 )
@@ -159,16 +160,17 @@ def memory_plan(
     if judge is not None:
         lines.append(judge_line(config, placement, judge))
     timelines = []
+    kept = saved_roles(config)
     for names, ranks in ranks_by_roles(placement).items():
         own = {name: m for name, m in roles.items() if place_of(name) in names}
-        copy = copied(config, sum(m.saved for n, m in own.items() if n in LEARN))
+        copy = copied(config, sum(m.saved for n, m in own.items() if n in kept))
         timeline = timeline_of(
             works_of(config), own, engine if "rollout" in names else None, sleeps, push, copy,
             on_gpu, judge if "reward" in names else None,
         )  # fmt: skip
         if timeline.phases:
             timelines.append(replace(timeline, roles=names, ranks=ranks))
-    saved = max(sum(m.saved for n, m in roles.items() if n in LEARN and place_of(n) in names)
+    saved = max(sum(m.saved for n, m in roles.items() if n in kept and place_of(n) in names)
                 for names in ranks_by_roles(placement))  # fmt: skip
     lines += copies_of_checkpoint(config, saved)
     process = process_gib(*(ENGINES[name] for name in engine_names(config)))
@@ -179,9 +181,6 @@ def engine_names(config: PpoConfig) -> set[str]:
     """Returns the rollout engines of a run: that of the policy, and of a judge."""
     named = config.judge.engine if config.judge is not None else None
     return {config.rollout.engine, named or config.rollout.engine}
-
-
-LEARN = ("actor", "critic", "prm")  # roles that are saved
 
 
 def place_of(name: str) -> str:

@@ -214,6 +214,8 @@ def check_reference(config: PpoConfig, placement: Placement) -> None:
 def check_sync_of_reference(config: PpoConfig, placement: Placement, hosted: bool) -> None:
     """Raises ConfigError where the reference cannot follow the policy."""
     where = f"algo.ref_model_sync_steps={config.algo.ref_model_sync_steps}"
+    layout = ("engine", "pipeline_parallel", "virtual_pipeline", "expert_parallel")
+    unlike = [name for name in layout if getattr(config.ref, name) != getattr(config.actor, name)]
     require("ref" in training_roles(config), f"{where} has no effect: the run has no reference")
     reasons = {
         "another program has the actor, and saves no reference": hosted,
@@ -225,13 +227,19 @@ def check_sync_of_reference(config: PpoConfig, placement: Placement, hosted: boo
         "the reference has no MTP layers, which the actor trains": (
             config.actor.mtp_loss_scaling_factor > 0
         ),
+        f"ref.engine='megatron' keeps its weights in {config.ref.dtype}, which would round the "
+        "mixture to the one or the other: set ref.dtype='float32'": (
+            config.ref.engine == "megatron" and config.ref.dtype != "float32"
+        ),
+        f"ref and actor differ in {', '.join(unlike)}, so that their weights come in different "
+        "orders": bool(unlike),
         f"ref is on ranks {show_ranks(placement.roles.get('ref', ()))} and the actor on "
         f"{show_ranks(placement.roles['actor'])}, and only on the same ranks it is given weights": (
             placement.roles.get("ref") != placement.roles["actor"]
         ),
     }
     for reason, is_so in reasons.items():
-        require(not is_so, f"{where}: {reason}. Leave ref_model_sync_steps out")
+        require(not is_so, f"{where}: {reason}. Else leave ref_model_sync_steps out")
 
 
 def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig) -> None:

@@ -115,8 +115,12 @@ def read_engine(
     the same ones again; the trainer's leave the GPU meanwhile where the config has them leave.
     """
     engine, device = roles.sampler.engine, roles.actor.topology.device
+    critic, sent = roles.critic, roles.weight_bytes
+    if critic is not None:
+        critic.model.offload()  # it has computed its values, and the engine needs the room
     if roles.sleeps and device.type == "cuda":
         transfer(roles, roles.policy_version)
+        roles.weight_bytes = sent  # of the step's own push
     elif roles.sleeps:
         engine.wake()
     weights = check_weights(roles)
@@ -126,6 +130,8 @@ def read_engine(
     if roles.sleeps:
         engine.sleep()
     roles.actor.model.onload()
+    if critic is not None:
+        critic.model.onload()
     return weights, found
 
 
