@@ -38,9 +38,11 @@ class HostMemory:
         for left in root.glob(f"{PREFIX}*"):
             with suppress(OSError):
                 remove_if_left(left)
-        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-        self.lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        # it has its name once it is locked: another launcher would take it for one that was left
+        aside = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
+        self.lock = os.open(aside / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
+        self.folder = aside.rename(root / aside.name.removeprefix("."))
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
