@@ -84,7 +84,7 @@ def models_of(topology: Topology, folder: Path, dtype: Any = "float32") -> Model
     sampler = SimpleNamespace(engine=engine, topology=topology)
     roles = SimpleNamespace(
         config=config, topology=topology, actor=trainer, sampler=sampler, weights=sync,
-        sleeps=False, temperature=1.0, policy_version=0,
+        sleeps=False, temperature=1.0, policy_version=0, critic=None, weight_bytes=0,
     )  # fmt: skip
     return Models(roles, sync)
 
