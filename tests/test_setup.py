@@ -117,6 +117,27 @@ def test_config_loads(path: Path) -> None:
     assert isinstance(load_config(str(path), kind, {"seed": 7}), kind)
 
 
+def find_row(page: str, config: str) -> list[str]:
+    """Returns the cells of a config's first row, with an empty one before and behind."""
+    return next(line for line in page.splitlines() if f"| `configs/{config}` |" in line).split("|")
+
+
+def test_make_recipes_runs_every_config_for_cpus_and_finds_its_row() -> None:
+    recipes = load_module("examples/recipes/run.py")
+    there = {path.stem for path in ROOT.glob("configs/*_cpu.py") if "soak" not in path.stem}
+    assert sorted(recipe.config for recipe in recipes.RECIPES) == sorted(there)
+    page = (ROOT / "docs/recipes.md").read_text()
+    for recipe in recipes.RECIPES:
+        path = ROOT / f"configs/{recipe.config}.py"
+        config: Any = load_config(str(path), kind_of(path), {})
+        assert (config.run_dir or config.out) == recipe.run_dir, recipe.name
+        new = recipes.with_cells(page, recipe, {recipes.SCORE: "-1", recipes.TIME: "-3"})
+        old, row = (find_row(text, path.name) for text in (page, new))
+        assert row == [*old[:3], " -1 ", old[4], " -3 ", *old[6:]] and len(row) == 8
+    with pytest.raises(ValueError, match=r"no row of configs/unknown\.py"):
+        recipes.with_cells(page, replace(recipes.RECIPES[0], config="unknown"), {})
+
+
 def test_ppo_config_differs_from_its_base_only_where_it_says() -> None:
     grpo = load_config(str(ROOT / "configs/qwen3_tiny_arithmetic_grpo_cpu.py"), PpoConfig, {})
     ppo = load_config(str(ROOT / "configs/qwen3_tiny_arithmetic_ppo_cpu.py"), PpoConfig, {})

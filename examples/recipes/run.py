@@ -230,9 +230,9 @@ def with_cells(page: str, recipe: Recipe, new: dict[int, str]) -> str:
     if start < 0:
         raise ValueError(f"{PAGE} has no row of configs/{recipe.config}.py")
     end = page.index("\n", start)
-    row = page[start:end].strip("| ").split(" | ")
-    row = [new.get(place, cell) for place, cell in enumerate(row)]
-    return f"{page[:start]}| {' | '.join(row)} |{page[end:]}"
+    row = page[start + 1 : end - 1].split("|")
+    row = [f" {new[place]} " if place in new else cell for place, cell in enumerate(row)]
+    return f"{page[:start]}|{'|'.join(row)}|{page[end:]}"
 
 
 def draw(rows: dict[Recipe, list[Row]]) -> None:
