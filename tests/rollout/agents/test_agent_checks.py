@@ -171,7 +171,7 @@ def test_bubblewrap_lets_it_write_to_its_own_tmp_alone(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An image of podman with a shell alone, made of this host's files."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("podman", "runc"))):
         pytest.skip("it needs podman and runc, as root: apt-get install podman runc catatonit")
@@ -188,7 +188,8 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     image = "localhost/spmdrl-test"
     load = ["podman", "import", "-", image]
     subprocess.run(load, input=pack.stdout, check=True, capture_output=True, timeout=60)
-    return image
+    yield image
+    subprocess.run(["podman", "rmi", "--force", image], check=True, timeout=60)
 
 
 @pytest.fixture(params=["podman", "docker"])
