@@ -59,7 +59,7 @@ bench: .venv  ## time a step: fixed, natural and short answers, one and two rank
 bench-compare: .venv  ## BASE=<commit>: that commit and this one in turns, and what moved beyond the noise
 	@$(BIN)/python examples/add2/bench_compare.py $(BASE)
 
-recipes: .venv  ## run every config for CPUs; curves and table into docs/, about an hour
+recipes: .venv  ## run every config for CPUs; curves and table into docs/, 50 to 90 minutes
 	@$(BIN)/python examples/recipes/run.py
 
 bench-algos: .venv  ## train arithmetic with every estimator; table and plot into docs/
