@@ -123,10 +123,11 @@ def build_core(
         try:
             return started(args, executor, return_routed_experts, on_cpu)
         except (ValueError, TypeError) as error:
-            if not config.engine_args or isinstance(error, ConfigError):
+            fields = {"engine_args": config.engine_args, "speculative": config.speculative}
+            given = [f"rollout.{name}={dict(value)}" for name, value in fields.items() if value]
+            if not given or isinstance(error, ConfigError):
                 raise
-            given = f"rollout.engine_args={dict(config.engine_args)}"
-            raise ConfigError(f"vLLM does not start with {given}: {error}") from error
+            raise ConfigError(f"vLLM does not start with {' and '.join(given)}: {error}") from error
 
 
 def engine_args(

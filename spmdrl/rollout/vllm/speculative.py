@@ -68,7 +68,10 @@ def check_speculative(hf: Any, config: RolloutConfig, strict: bool) -> None:
 
 def check_draft_model(hf: Any, draft: str, given: str) -> None:
     """Raises ConfigError where the policy cannot take the tokens that a draft model proposes."""
-    require(Path(draft, "config.json").is_file(), f"{given}: there is no model in {draft}")
+    require(
+        Path(draft, "config.json").is_file(),
+        f"{given}: there is no model in {draft}; give the folder of one",
+    )
     own = hf.get_text_config().vocab_size
     its = load_hf_config(draft).get_text_config().vocab_size
     require(
