@@ -137,7 +137,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
     ],
     2: [
         ("qwen3_moe", {"micro_batch_tokens": 50}),
-        ("qwen3_moe", {"fsdp": 1, "micro_batch_tokens": 100, "kernels": "torch"}),
+        ("qwen3_moe", {"fsdp": 1, "offload_policy": True, "kernels": "torch"}),
         ("qwen3_moe", {"ulysses": 2, "micro_batch_tokens": 25, "activation_checkpointing": True}),
         ("deepseek_v3", {"expert_parallel": 2, "shared_prefix": True, "micro_batch_tokens": 90}),
     ],

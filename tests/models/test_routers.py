@@ -70,12 +70,12 @@ def test_a_family_computes_with_the_experts_that_are_replayed(kind):
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain)
 
 
-@pytest.mark.parametrize("kind", ROUTED)
+@pytest.mark.parametrize("kind", [*ROUTED, "phimoe", "deepseek_v4"])
 def test_the_scores_of_a_familys_routers_are_known_without_their_weights(kind):
-    """Beside those whose routers return no experts, of which one is asked for at start."""
+    """Those whose routers return no experts, or weights of other scores, are refused."""
     large = config_of(BY_KIND[kind])
     model = meta_model(tiny_config(large, meta_model(large)))
-    if kind in ("llama4_text", "jamba"):
+    if kind in ("llama4_text", "jamba", "phimoe", "deepseek_v4"):
         with pytest.raises(ConfigError, match=f"'{kind}': its .* does not return logits, weights"):
             routers_of(model)
         return

@@ -85,7 +85,7 @@ def test_a_run_of_several_turns_resumes_with_the_experts_of_what_was_begun(folde
     )
     assert whole[1]["actor/logprob_diff_max"] < 1e-4 and whole[1]["turns/mean"] > 1.5
     assert whole[2]["staleness/max"] == 1
-    assert all(1 < row["actor/router_aux_loss"] < 4 for row in whole[1:])
+    assert all(0.9 < row["actor/router_aux_loss"] < 4 for row in whole[1:])
     assert again[-1]["step"] == 3 and again[-2]["staleness/max"] == 1
     done = train(
         folder, 2, "--config", "talk.py", "--run_dir", "off", "--resume",
