@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def some_batch(replays: bool = False) -> Batch:
 def parts_of(batch: Batch) -> Iterator[tuple[slice, bool]]:
     """The tokens of each sequence, and whether one of them is trained on."""
     bounds = batch.cu_seqlens.tolist()
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         yield slice(start, end), bool(batch.loss_mask[start:end].any())
 
 
@@ -62,7 +63,7 @@ def golden(folder: Path, replays: bool = False) -> tuple[float, dict[str, Tensor
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager"
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     found: list[tuple[Tensor, list[list[int]]]] = []
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
@@ -83,7 +84,7 @@ def golden(folder: Path, replays: bool = False) -> tuple[float, dict[str, Tensor
     aux = aux / sum(is_trained for _, is_trained in parts_of(batch))
     (loss + COEF * aux).backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return float(aux) / len(routers), grads
+    return aux.item() / len(routers), grads
 
 
 # ---- the engine
@@ -190,9 +191,8 @@ def test_critics_adapters_and_half_precision_have_the_same_metric(
     assert len(gates) == 3
     for name in gates:
         assert of_critic[name].abs().max() > 0
-        torch.testing.assert_close(
-            rounded[name].double(), grads[name], rtol=0.1, atol=0.05 * float(grads[name].abs().max())
-        )  # fmt: skip
+        close = {"rtol": 0.1, "atol": 0.05 * float(grads[name].abs().max())}
+        torch.testing.assert_close(rounded[name].double(), grads[name], **close)
     assert any(grad.abs().max() > 0 for grad in of_adapter.values())
 
 

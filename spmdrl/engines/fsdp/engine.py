@@ -275,9 +275,9 @@ class FsdpEngine:
             return {}
         parts = self.micro_batches(batch)
         self.optimizer.zero_grad()  # of an update that an exception has ended
-        with self.driven(), all_passes(self.module, self.gathers_once):
-            with self.aux_loss.over(batch, group):
-                sums = self.backward(parts, loss_fn, temperature, images)
+        balancing = self.aux_loss.over(batch, group)
+        with self.driven(), all_passes(self.module, self.gathers_once), balancing:
+            sums = self.backward(parts, loss_fn, temperature, images)
         grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
         totals = reduce_metrics(counted_once(sums, self.team) | self.aux_loss.sums(), group)
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):

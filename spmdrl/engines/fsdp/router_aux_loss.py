@@ -82,8 +82,8 @@ def routers_of(hf: Any) -> list[tuple[nn.Module, RouterOutput]]:
         if output is None:
             raise ConfigError(
                 f"{refused}: its {kind.__name__} does not return logits, weights and numbers of a "
-                "token's experts, with weights in proportion to the softmax or the sigmoid of "
-                "these logits. Leave router_aux_loss_coef 0"
+                "token's experts, two or more, with weights in proportion to the softmax or the "
+                "sigmoid of these logits. Leave router_aux_loss_coef 0"
             )
         found.append((router, output))
     if not found:
