@@ -64,9 +64,9 @@ ALWAYS = {
     "attn_implementation": "actor.attention", "config": "",
 }  # fmt: skip
 NOTES = {  # what to do about settings
-    "router_aux_loss_coef": "a loss of each sequence, summed over layers; TRL's is of a micro-batch, "
-    "and its coefficient times experts per token / layers is as strong here. Leave it out for a "
-    "model without experts: docs/experts.md",
+    "router_aux_loss_coef": "a loss of each sequence, summed over layers; TRL's is of a "
+    "micro-batch, and its coefficient times experts per token / layers is as strong here. Leave it "
+    "out for a model without experts: docs/experts.md",
     "dataset_mixture": "data.train takes several files; data.sampler.weights are shares of a step, "
     "by data_source, where the mixture's are shares of each data set's rows: docs/mixtures.md",
 }

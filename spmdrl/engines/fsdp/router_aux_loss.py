@@ -195,8 +195,8 @@ class MicroBatchSequences:
         if team is not None:
             runs = runs.chunk(team.size)[team.rank]
         copies = PrefixCopies.of(torch.cat([own, before]), torch.arange(2 * len(own)), device)
-        parts = to_device([runs, own, before, factors.float()], device)
-        return cls(*parts, copies, empty + 1)
+        runs, own, before, factors = to_device([runs, own, before, factors.float()], device)
+        return cls(runs, own, before, factors, copies, empty + 1)
 
     def slopes(
         self, chosen: Tensor, num_experts: int, team: SequenceParallelGroup | None
