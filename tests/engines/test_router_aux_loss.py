@@ -99,11 +99,12 @@ def work(
 
     torch.set_num_threads(1)
     settings = {"dtype": "float32", "router_aux_loss_coef": COEF} | settings
+    strict = settings.pop("strict", False)
     config = TrainConfig(optim=OptimConfig(clip_norm=1e9), **settings)
     ranks = Topology.build(
         topology.device, **resolve_degrees(train_degrees(config), topology.world)
     )
-    engine: Any = build_engine(kind, str(folder), config, ranks)
+    engine: Any = build_engine(kind, str(folder), config, ranks, strict=strict)
     batch = some_batch(config.router_replay is not None)
     if ranks.rank not in ranks.data_ranks:
         batch = batch.select([])
@@ -133,6 +134,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen3_moe", {"shared_prefix": False, "micro_batch_tokens": 45,
                        "activation_checkpointing": True}),
         ("qwen3_moe", {"micro_batch_tokens": 50, **R3}),
+        ("qwen3_moe", {"strict": True, "shared_prefix": False}),
         ("deepseek_v3", {"micro_batch_tokens": 50, "activation_checkpointing": True}),
         ("gpt_oss", {"micro_batch_tokens": 100}),
     ],
