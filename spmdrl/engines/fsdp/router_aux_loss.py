@@ -42,8 +42,6 @@ from spmdrl.hub.transformers_compat import declared_routers
 from spmdrl.segments import segment_sum, to_device
 from spmdrl.types import Batch
 
-NAME = "router_aux_loss"  # of the metric
-
 # what a router makes of the logits that it returns, before it divides by the sum of its scores
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
@@ -313,8 +311,8 @@ class RouterAuxLoss:
 
     def sums(self) -> dict[str, Tensor]:
         """Returns what this rank adds to the metric of the update that has ended, by its name."""
-        return {NAME: torch.stack(self.totals).sum()} if self.coef else {}
+        return {"router_aux_loss": torch.stack(self.totals).sum()} if self.coef else {}
 
     def metrics(self, totals: dict[str, float]) -> dict[str, float]:
         """Takes the metric out of the sums over all ranks."""
-        return {NAME: totals.pop(NAME)} if self.coef else {}
+        return {"router_aux_loss": totals.pop("router_aux_loss")} if self.coef else {}
