@@ -13,7 +13,7 @@ import torch
 from ranks import run_calls
 from tiny_megatron_models import save_model
 from torch import Tensor, nn
-from training_batches import LENS, whole_batch, with_shared_prompts
+from training_batches import LENS, engine_on, whole_batch, with_shared_prompts
 
 from spmdrl.algo.objectives import policy_objective, value_objective
 from spmdrl.config import AlgoConfig, LoraConfig, OptimConfig, TrainConfig
@@ -196,6 +196,28 @@ def test_critics_adapters_and_half_precision_have_the_same_metric(
         close = {"rtol": 0.1, "atol": 0.05 * float(grads[name].abs().max())}
         torch.testing.assert_close(rounded[name].double(), grads[name], **close)
     assert any(grad.abs().max() > 0 for grad in of_adapter.values())
+
+
+def test_the_loops_have_the_value_of_transformers_for_one_sequence_and_layer() -> None:
+    """But for the k in f, which transformers leaves out."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = torch.randn(12, 6)
+    ours = balance(logits, logits.topk(3).indices.tolist(), sigmoid=False)
+    torch.testing.assert_close(3 * ours, load_balancing_loss_func((logits,), 6, 3))
+
+
+def test_the_loss_falls_as_it_is_learnt(models: Path, topology: Any) -> None:
+    optim = OptimConfig(lr=3e-3, weight_decay=0.0)
+    config = TrainConfig(dtype="float32", router_aux_loss_coef=1.0, optim=optim)
+    engine = engine_on(topology, "policy", str(models / "qwen3_moe"), config)
+    batch = some_batch()
+    batch.advantages = torch.zeros_like(batch.advantages)
+    loss = policy_objective(AlgoConfig())
+    found = [engine.update(batch, loss, 1.0)["router_aux_loss"] for _ in range(12)]
+    assert found[0] > 1.25 and found[-1] < 1.1, found
+    engine.logprobs(batch, 1.0)  # a pass that is not of an update adds nothing
+    assert len(engine.aux_loss.totals) == 1 and not engine.aux_loss.num_seqs
 
 
 class Router(nn.Module):

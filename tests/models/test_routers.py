@@ -85,6 +85,13 @@ def test_the_scores_of_a_familys_routers_are_known_without_their_weights(kind):
     assert scores == {"sigmoid" if kind in SIGMOIDS else "softmax"}
 
 
+def test_the_scores_of_a_router_may_be_what_it_returns():
+    large = config_of(BY_KIND["gemma4_text"])
+    experts = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+    large.update({"enable_moe_block": True, **experts})
+    assert {output.scores for _, output in routers_of(meta_model(large))} == {"none"}
+
+
 def test_the_routing_of_a_large_model_is_known_without_its_weights():
     assert routing_of(config_of(BY_KIND["qwen3_moe"])) == (24, 8, 128)
     assert routing_of(config_of(BY_KIND["qwen3_next"])) == (48, 10, 512)
