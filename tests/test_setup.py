@@ -12,6 +12,7 @@ import sys
 import time
 import tomllib
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from tiny_models import save_qwen3
 
@@ -67,6 +69,18 @@ def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
         version = pinned.get(canonicalize_name(requirement.name))
         assert version is not None, f"{text} has no pin"
         assert requirement.specifier.contains(version), f"{text}: pinned {version}"
+
+
+def test_every_pin_installs_on_the_oldest_python_that_the_project_names() -> None:
+    """Debian 12 has Python 3.11.2, and a package may ask for a later patch release."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (oldest,) = re.findall(r">=(3\.\d+)", project["requires-python"])
+    for name in pins():
+        try:
+            asks = metadata(name)["Requires-Python"]
+        except PackageNotFoundError:  # of another engine or platform
+            continue
+        assert asks is None or SpecifierSet(asks).contains(f"{oldest}.0"), f"{name} asks for {asks}"
 
 
 def test_what_breaks_transformers_is_not_pinned() -> None:

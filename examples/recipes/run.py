@@ -239,10 +239,10 @@ def draw(rows: dict[Recipe, list[Row]]) -> None:
     """Draws a panel for each recipe: values of each step, their average, held-out values."""
     height = -(-len(rows) // COLUMNS)
     figure = Figure(figsize=(2.6 * COLUMNS, 1.9 * height), dpi=100, layout="constrained")
-    panels = figure.subplots(height, COLUMNS, squeeze=False).flat
+    panels = list(figure.subplots(height, COLUMNS, squeeze=False).flat)
     for axes, (recipe, of_run) in zip(panels, rows.items(), strict=False):
         draw_panel(axes, recipe, of_run)
-    for axes in list(panels)[len(rows) :] if len(rows) % COLUMNS else []:
+    for axes in panels[len(rows) :]:
         axes.set_visible(False)
     figure.savefig(PICTURE)
 
