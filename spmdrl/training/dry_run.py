@@ -7,6 +7,7 @@ from typing import Any
 
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig
+from spmdrl.data.demonstrations import demonstration_lines
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.row_reports import left_out_lines
 from spmdrl.distributed.placement import place, training_roles
@@ -76,6 +77,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
                   f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
                   "in their text",
                   *left_out_lines(dataset.left_out), *image_lines(dataset),
+                  *demonstration_lines(dataset.demonstrated),
                   *(mixture if name == "train" else []),
                   *held_out_lines(name, len(dataset), config),
                   *scored_examples(examples_of(dataset), rewards, config.rewards)]  # fmt: skip

@@ -14,6 +14,7 @@ from spmdrl.algo.advantages import Estimator, estimator_of, reward_keys_of
 from spmdrl.algo.correction import TESTS
 from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_of, loss_options
 from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, RolloutConfig, require
+from spmdrl.training.checks.demonstrations import check_demonstrations
 from spmdrl.training.checks.online_preference import check_pairs
 from spmdrl.training.checks.options import check_all_options, is_number, shown
 
@@ -72,6 +73,7 @@ def check_algo(config: PpoConfig) -> None:
     algo = config.algo
     check_all_options(algo)
     check_pairs(config)
+    check_demonstrations(config)
     check_ranges(algo)
     check_read(algo)
     check_teacher(config)
