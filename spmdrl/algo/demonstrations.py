@@ -2,8 +2,8 @@
 
 Nobody knows the log-probabilities of the policy that wrote a demonstration. Its probability is
 taken as 1, so that the importance ratio of a token is pi itself, which policy shaping turns into
-pi / (pi + gamma). There is no clipping. Source: LUFFY, Yan et al. 2025, arXiv 2504.14945, sections
-3.2 and 3.3.
+pi / (pi + gamma). There is no clipping. Source: LUFFY, Yan et al. 2025, arXiv 2504.14945,
+mixed-policy GRPO and policy shaping; github.com/ElliottYan/LUFFY has it as p_div_p_0.1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def are_demonstrations(batch: Batch) -> Tensor:
 
 
 def policy_shaping(logprobs: Tensor, gamma: float | None) -> Tensor:
-    """(num_tokens,): pi / (pi + gamma), with None pi. Source: LUFFY, arXiv 2504.14945, eq. 8."""
+    """(num_tokens,): pi / (pi + gamma), with None pi. Source: LUFFY, arXiv 2504.14945."""
     return logprobs.exp() if gamma is None else torch.sigmoid(logprobs - math.log(gamma))
 
 
@@ -73,16 +73,21 @@ def mixing(
         loss = loss + (losses * mb.loss_weights * own).sum()
         if mb.nll_weights is not None:
             loss = loss - algo.positive_nll_coef * (logprobs * mb.nll_weights * own).sum()
-        found = {n if n.endswith("_max") else f"{SAMPLED}{n}": value for n, value in sums.items()}
-        with torch.no_grad():
-            found["off_policy_prob"] = (logprobs.exp() * own).sum()
-            if not of_pairs:
-                found["off_ratio_mean"] = (shaped * own).sum()
-            found[SAMPLED_SHARE] = (mb.loss_mask - own).sum()
-            found[DEMONSTRATED_SHARE] = own.sum()
-        return loss, found
+        found = {n if n.endswith("_max") else SAMPLED + n: value for n, value in sums.items()}
+        found |= {SAMPLED_SHARE: (mb.loss_mask - own).sum(), DEMONSTRATED_SHARE: own.sum()}
+        return loss, found | demonstration_sums(logprobs, None if of_pairs else shaped, own)
 
     return mixed
+
+
+def demonstration_sums(logprobs: Tensor, ratios: Tensor | None, own: Tensor) -> dict[str, Tensor]:
+    """Returns sums over the tokens of demonstrations: of pi, and of what it counts in the loss.
+    ratios: (num_tokens,), None where the loss has none; own: the mask of these tokens.
+    """
+    found = {"off_policy_prob": (logprobs.detach().exp() * own).sum()}
+    if ratios is not None:
+        found["off_ratio_mean"] = (ratios.detach() * own).sum()
+    return found
 
 
 def of_sampled_tokens(mb: Batch) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
@@ -28,10 +29,13 @@ def demonstration_metrics(
     # a prompt's last answer is a demonstration, if it has any
     is_last, scored, rewards, tokens = torch.cat(all_gather_rows(own, topology)).unbind(1)
     metrics = {"demonstrations/share": float(is_last.sum()) / max(num_prompts, 1)}
-    found = {"mean_tokens": tokens, "reward": rewards[scored > 0]}
-    return metrics | {
-        # sorted, so that a sum does not depend on which rank has what
-        f"demonstrations/{name}": float(values.sort().values.mean())
-        for name, values in found.items()
-        if len(values)
-    }
+    if len(tokens):
+        metrics["demonstrations/mean_tokens"] = mean(tokens)
+    if scored.any():
+        metrics["demonstrations/reward"] = mean(rewards[scored > 0])
+    return metrics
+
+
+def mean(values: Tensor) -> float:
+    """The mean in the order of the values, so that it does not depend on which rank has what."""
+    return float(values.sort().values.mean())
