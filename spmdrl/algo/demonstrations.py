@@ -95,10 +95,8 @@ def of_sampled_tokens(mb: Batch) -> Batch:
     prompt.
     """
     mask = sampled_mask(mb)
-    names = ("loss_weights", "kept_mask", "nll_weights")
-    masked = {
-        name: getattr(mb, name) * mask for name in names if getattr(mb, name) is not None
-    }  # fmt: skip
+    given = {name: getattr(mb, name) for name in ("loss_weights", "kept_mask", "nll_weights")}
+    masked = {name: value * mask for name, value in given.items() if value is not None}
     return replace(mb, loss_mask=mask, **masked)
 
 

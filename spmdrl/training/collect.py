@@ -284,12 +284,9 @@ def keep_groups(
     with roles.phases("reward", roles.sampling):
         keys = reward_keys_of(roles.config.algo)
         rows = [
-            [
-                s.group, s.prompt.id, success_of(s),
-                *rewards_of(s, keys, roles.config.algo),
-            ]
+            [s.group, s.prompt.id, success_of(s), *rewards_of(s, keys, roles.config.algo)]
             for s in samples
-        ]  # fmt: skip
+        ]
         table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 4 + max(len(keys), 1))
         groups: dict[int, list[float]] = {}
         compared: dict[int, list[list[float]]] = {}  # what the estimator compares
@@ -297,8 +294,8 @@ def keep_groups(
         everyone = torch.cat(all_gather_rows(table, roles.sampling)).tolist()
         for group, prompt_id, given, reward, *others in everyone:
             valid = not math.isnan(reward)
-            sampled = not math.isnan(given)
-            heard.setdefault(int(group), (int(prompt_id), []))[1].extend([given] * sampled)
+            counts = not math.isnan(given)
+            heard.setdefault(int(group), (int(prompt_id), []))[1].extend([given] * counts)
             groups.setdefault(int(group), []).extend([reward] * valid)
             compared.setdefault(int(group), []).extend([others] * valid)
         result.num_sampled += len(groups)

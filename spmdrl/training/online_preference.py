@@ -2,9 +2,9 @@
 
 The best and the worst answer to a prompt are a pair; with algo.pairs="demonstration" the answer
 that its row has and a sampled one are (SPIN, Chen et al. 2024, arXiv 2401.01335). Only these two
-are sent to the ranks that train. They may lie on different ranks and in different micro-batches: before each update the
-derivative of the loss by the log-probability of each answer is computed on all ranks alike, and
-given to the answer's tokens as their advantage.
+are sent to the ranks that train. They may lie on different ranks and in different micro-batches:
+before each update the derivative of the loss by the log-probability of each answer is computed on
+all ranks alike, and given to the answer's tokens as their advantage.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def gather_answers(
 ) -> tuple[Tensor, Tensor]:
     """Returns a row for every answer of all ranks, and which row each sequence here belongs to.
 
-    The table is float64, ordered by address: group, which of its answers, what the two of a pair are
-    compared by, and sums over the answer's tokens: log-probability by the policy, by the reference, number. The sequences of an
-    agent's trajectory are one answer. Collective.
+    The table is float64, ordered by address: group, which of its answers, what the two of a pair
+    are compared by, and sums over the answer's tokens: log-probability by the policy, by the
+    reference, number. The sequences of an agent's trajectory are one answer. Collective.
     """
     answers = batch.indices % config.rollout.n if config.agent is not None else batch.indices
     refs = torch.zeros_like(logprobs) if batch.ref_logprobs is None else batch.ref_logprobs

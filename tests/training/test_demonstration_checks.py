@@ -53,6 +53,10 @@ def with_algo(**fields):
         (replace(BASE, algo=SPIN), ["algo.pairs", "set them to 1 and 2"]),
         (with_algo(pairs="demonstration"), ["read by losses of pairs", "policy_loss='ppo'"]),
         (
+            replace(BASE, algo=replace(SPIN, dynamic_sampling=2), rollout=PAIR),
+            ["dynamic_sampling=2 goes by rewards"],
+        ),
+        (
             replace(BASE, data=DataConfig("-"), algo=AlgoConfig(policy_shaping_gamma=0.2)),
             ["policy_shaping_gamma=0.2 would have no effect"],
         ),

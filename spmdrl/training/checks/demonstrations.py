@@ -53,6 +53,13 @@ def check_pairs_of_demonstrations(config: PpoConfig) -> None:
         f"algo.demonstrations={algo.demonstrations} of rollout.n={config.rollout.n} answers: set "
         "them to 1 and 2",
     )
+    default = AlgoConfig()
+    for name in ("dynamic_sampling", "overlong_buffer", "reward_clip"):
+        value = getattr(algo, name)
+        require(
+            value == getattr(default, name),
+            f"algo.{name}={value} goes by rewards, and {where} does not look at them: leave it out",
+        )
 
 
 def check_shaping(algo: AlgoConfig) -> None:

@@ -61,7 +61,7 @@ def token_rows(
     """
     first = int((own.rollout_logprobs != 0).nonzero()[:1].sum())
     first = int((own.loss_mask > 0).nonzero()[0]) if bool(own.loss_mask.any()) else first
-    is_given = bool(are_demonstrations(own).any())  # no engine has sampled it
+    is_given = bool(are_demonstrations(own).any())  # no engine has sampled it, nothing weighs it
     columns: dict[str, Tensor | None] = {
         "engine": None if is_given else own.rollout_logprobs,
         "ref": own.ref_logprobs,
@@ -70,7 +70,7 @@ def token_rows(
         "value": own.values,
         "advantage": own.advantages,
         "mask": own.loss_mask,
-        "weight": own.policy_weights,
+        "weight": None if is_given else own.policy_weights,
     }
     old = columns["trainer"]
     if last is not None and old is not None:
