@@ -91,11 +91,12 @@ class PartialRollouts:
                 f"{'without' if self.by_agents else 'by'} agents, and this run samples otherwise: "
                 "drop them with --rollout.oversample 1"
             )
-        if self.demonstrations != first.get("demonstrations", 0):
+        given = first.get("demonstrations", 0)
+        if self.demonstrations != given:
             raise ConfigError(
-                f"the checkpoint holds answers begun with algo.demonstrations="
-                f"{first.get('demonstrations', 0)}; this run has {self.demonstrations}. Keep it, or "
-                "drop what was begun with --rollout.oversample 1"
+                f"the checkpoint holds answers begun with algo.demonstrations={given}; this run "
+                f"has {self.demonstrations}. Keep it, or drop what was begun with "
+                "--rollout.oversample 1"
             )
         if self.config.n != first["n"] or self.config.max_tokens < first["max_tokens"]:
             raise ConfigError(

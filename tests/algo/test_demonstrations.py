@@ -1,4 +1,4 @@
-"""The loss of tokens of demonstrations against plain loops in float64, written from LUFFY's paper."""
+"""The loss of tokens of demonstrations against loops in float64, written from LUFFY's paper."""
 
 import math
 import random

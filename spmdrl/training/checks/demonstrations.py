@@ -86,14 +86,14 @@ def reasons_against(config: PpoConfig) -> dict[str, bool]:
         "says": estimator.prm,
         f"advantage={advantage}: its baseline of each token is that of answers which the policy "
         "samples": estimator.token_sums,
-        f"algo.sample_filter={algo.sample_filter!r}: it draws among the policy's answers, and would "
-        "draw a demonstration again and again": algo.sample_filter is not None,
+        f"algo.sample_filter={algo.sample_filter!r}: it draws among the policy's answers, and "
+        "would draw a demonstration again and again": algo.sample_filter is not None,
         f"algo.policy_loss={loss}: it chooses tokens by how the policy's probability of its own "
         "answers goes with the advantage": loss_of(algo).selects is not None,
-        f"algo.top_entropy_fraction={algo.top_entropy_fraction}: it chooses tokens by how uncertain "
-        "the policy was when it sampled them": algo.top_entropy_fraction < 1,
-        "algo.kl_in='reward': over tokens that the policy did not sample, the sum is no estimate of "
-        "a KL; use kl_in='loss'": algo.kl_coef > 0 and algo.kl_in == "reward",
+        f"algo.top_entropy_fraction={algo.top_entropy_fraction}: it chooses tokens by how "
+        "uncertain the policy was when it sampled them": algo.top_entropy_fraction < 1,
+        "algo.kl_in='reward': over tokens that the policy did not sample, the sum is no estimate "
+        "of a KL; use kl_in='loss'": algo.kl_coef > 0 and algo.kl_in == "reward",
         "algo.kl_bias_correction: nobody knows the ratio to the policy that wrote a "
         "demonstration": algo.kl_bias_correction,
         f"actor.router_replay={config.actor.router_replay!r}: no engine has chosen experts for a "

@@ -45,7 +45,8 @@ def differences_of(batch: Batch) -> Tensor:
     """
     assert batch.old_logprobs is not None
     found = (batch.old_logprobs - batch.rollout_logprobs).abs()
-    return found.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(sampled_mask(batch) == 0, -1.0)
+    found = found.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return found.masked_fill(sampled_mask(batch) == 0, -1.0)
 
 
 def with_trainer_logprobs(
