@@ -173,10 +173,10 @@ def scored_demonstrations(prompts: list[Prompt], rewards: Any, tokenizer: Any) -
         for prompt in prompts
         if prompt.demonstrations and not asks[prompt.data_source]
     ]
-    rewards.score(samples)
-    found = [sample.reward for sample in samples if sample.reward is not None]
     if not samples:
         return []
+    rewards.score(samples)
+    found = [sample.reward for sample in samples if sample.reward is not None]
     mean = f"mean {fmean(found):g}" if found else "none, it fails"
     return [f"  reward of a demonstration, of {len(samples)} prompts: {mean}"]
 

@@ -96,6 +96,12 @@ def test_steps_learn_from_demonstrations_and_resume_bit_for_bit(folder):
     assert metrics_of(folder / "run")[-2:] == rows[-2:]
 
 
+def test_a_dry_run_counts_and_scores_them(folder):
+    output = run(folder, 1, "--dry-run")
+    assert "demonstrations: 48, 1 of them too long; 31 rows have one to learn from" in output
+    assert "reward of a demonstration, of 6 prompts: mean 1.0" in output, output[-3000:]
+
+
 def test_pairs_of_a_demonstration_and_a_sampled_answer(folder):
     """SPIN, whose reference is the policy of the last iteration, here of the last step."""
     run(folder, 1, "--rollout.n", "2", "--algo.policy_loss", "dpo", "--algo.loss_args.beta", "0.3",
