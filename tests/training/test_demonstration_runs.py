@@ -25,7 +25,7 @@ def folder(tmp_path, qwen3):
     rows = [json.loads(line) for line in path.open()]
     for i, row in enumerate(rows):
         truth = row["reward_model"]["ground_truth"]
-        row["worked"] = None if i % 5 == 0 else [truth, f"{truth}!"] if i % 2 else truth
+        row["worked"] = None if i % 5 == 3 else [truth, f"{truth}!"] if i % 2 else truth
     rows[1]["worked"] = "9" * 30
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
@@ -54,7 +54,7 @@ def check_samples(run_dir: Path, metrics: dict, n: int, step: int = 1) -> None:
         assert [row["sample"] for row in group] == list(range(n))
         marked = ["demonstration" in row for row in group]
         i = group[0]["prompt_id"]
-        assert marked == [False] * (n - 1) + [i % 5 > 0 and i != 1], i
+        assert marked == [False] * (n - 1) + [i % 5 != 3 and i != 1], i
         if marked[-1]:
             truth = group[-1]["ground_truth"]
             assert group[-1]["response"] in ((truth, f"{truth}!") if i % 2 else (truth,))
@@ -75,7 +75,7 @@ def test_steps_learn_from_demonstrations_and_resume_bit_for_bit(folder):
              "float32", "--algo.entropy_coef", "0.001", "--algo.epochs", "2",
              "--actor.optim.lr", "1e-2", "--data.sampler.success_reward", "1.0"]  # fmt: skip
     output = run(folder, 2, *asked)
-    assert "1 of 48 demonstrations are longer than rollout.max_tokens=8" in output
+    assert "1 of 47 demonstrations are longer than rollout.max_tokens=8" in output
     rows = metrics_of(folder / "run")
     first, last = rows[0], rows[-1]
     check_samples(folder / "run", first, N)
@@ -98,8 +98,8 @@ def test_steps_learn_from_demonstrations_and_resume_bit_for_bit(folder):
 
 def test_a_dry_run_counts_and_scores_them(folder):
     output = run(folder, 1, "--dry-run")
-    assert "demonstrations: 48, 1 of them too long; 31 rows have one to learn from" in output
-    assert "reward of a demonstration, of 6 prompts: mean 1.0" in output, output[-3000:]
+    assert "demonstrations: 47, 1 of them too long; 31 rows have one to learn from" in output
+    assert "reward of a demonstration, of 8 prompts: mean 1.0" in output, output[-3000:]
 
 
 def test_pairs_of_a_demonstration_and_a_sampled_answer(folder):
