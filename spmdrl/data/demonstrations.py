@@ -19,7 +19,7 @@ from spmdrl.config import ConfigError
 from spmdrl.data.chat import Encoder
 from spmdrl.data.left_out import calls_of
 from spmdrl.data.sft import require_eos, text_of
-from spmdrl.data.table_files import MISSING, BadRow, bad_field, lookup
+from spmdrl.data.table_files import MISSING, bad_field, lookup
 from spmdrl.distributed.topology import Topology
 
 logger = logging.getLogger(__name__)

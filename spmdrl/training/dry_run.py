@@ -166,7 +166,7 @@ def asked_by(prompts: list[Prompt], rewards: Any) -> dict[str, list[str]]:
 
 
 def scored_demonstrations(prompts: list[Prompt], rewards: Any, tokenizer: Any) -> list[str]:
-    """Scores the first demonstration of each prompt that has one. None are read of held-out rows."""
+    """Scores the first demonstration of each prompt that has one; held-out prompts have none."""
     asks = asked_by(prompts, rewards)
     samples = [
         answered(prompt, str(tokenizer.decode(prompt.demonstrations[0], skip_special_tokens=True)))

@@ -21,7 +21,8 @@ ALGO = AlgoConfig(
 CASES = {
     "luffy": ALGO,
     "no shaping": replace(ALGO, policy_shaping_gamma=None),
-    "corrected": replace(ALGO, correction=CorrectionConfig(level="token", high=1.2)),
+    "corrected": replace(ALGO, epochs=2, correction=CorrectionConfig(level="token", high=1.2)),
+    "corrected in the update": replace(ALGO, correction=CorrectionConfig(level="token", high=1.2)),
     "bypass": replace(ALGO, correction=CorrectionConfig(bypass=True)),
     "pairs": AlgoConfig(demonstrations=1, policy_loss="dpo"),
 }
@@ -80,8 +81,9 @@ def by_hand(batch, logprobs, entropy, name):
             slope = -a * r if -a * r >= -a * clipped else 0.0
             if a < 0 and value > -a * 3.0:
                 value, slope = -a * 3.0, 0.0
-            if name == "corrected":
-                truncated = min(math.exp(old - engine), 1.2)
+            if name.startswith("corrected"):
+                at = old if name == "corrected" else new
+                truncated = min(math.exp(at - engine), 1.2)
                 value, slope = value * truncated, slope * truncated
         if name != "pairs":
             value += KL * (new - ref) ** 2 / 2 - ENTROPY * ent

@@ -80,9 +80,7 @@ def test_what_demonstrations_do_not_go_with_is_refused(config, words):
         with_algo(correction=CorrectionConfig(level="token", reject={"token_k1": (0.5, 2.0)})),
         with_algo(kl_coef=0.1, entropy_coef=0.01, off_policy_mask_threshold=0.5),
         with_algo(positive_nll_coef=0.1, policy_loss="gspo", distillation=DistillationConfig()),
-        replace(
-            with_algo(advantage="remax"), rollout=replace(BASE.rollout, greedy_baseline=True)
-        ),
+        replace(with_algo(advantage="remax"), rollout=replace(BASE.rollout, greedy_baseline=True)),
         replace(BASE, algo=replace(SPIN, ref_model_sync_steps=50), rollout=PAIR),
         with_algo(policy_loss="dpo"),
     ],
