@@ -23,7 +23,7 @@ from spmdrl.algo.correction import (
     off_policy_keep,
     rejection_keep,
 )
-from spmdrl.algo.demonstrations import mixing
+from spmdrl.algo.demonstrations import Objective, mixing
 from spmdrl.algo.distillation import distilling
 from spmdrl.algo.kl import ESTIMATORS, above_cut, k1, k3, with_gradient_of_k2
 from spmdrl.algo.losses import (
@@ -93,7 +93,7 @@ def policy_objective(
             sums["logprob_diff_max"] = masked_max((ours - mb.rollout_logprobs).abs(), mb.loss_mask)
         return loss, sums | further
 
-    whole = objective
+    whole: Objective = objective
     if algo.demonstrations:
         whole = mixing(objective, algo, loss_of(algo).pairs is not None, kl, kl_coef, entropy_coef)
     return whole if algo.distillation is None else distilling(whole, algo.distillation)

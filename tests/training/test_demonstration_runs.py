@@ -122,7 +122,7 @@ def test_pairs_of_a_demonstration_and_a_sampled_answer(folder):
 
 def test_sampling_ahead_has_them_too(folder):
     run(folder, 2, "--async_steps", "1", "--placement", '{"actor":"0","rollout":"1"}',
-        "--algo.correction.bypass", "true", "--algo.advantage", "rloo")  # fmt: skip
+        "--algo.correction.bypass", "True", "--algo.advantage", "rloo")  # fmt: skip
     first, second = metrics_of(folder / "run")
     check_samples(folder / "run", first, N)
     assert second["staleness/max"] <= 1 and second["actor/off_policy_prob"] > 0
