@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,7 +93,7 @@ class DemonstrationReader:
 
 
 def report_demonstrations(
-    counts: dict[str, int], num_rows: int, reader: DemonstrationReader, topology: Topology
+    counts: Mapping[str, int], num_rows: int, reader: DemonstrationReader, topology: Topology
 ) -> None:
     """Says what was found, on the first rank. Raises ConfigError where no row has a demonstration;
     counts: of `DemonstrationReader.counts`, over all rows.
@@ -111,7 +112,7 @@ def report_demonstrations(
         )
 
 
-def demonstration_lines(counts: dict[str, int]) -> list[str]:
+def demonstration_lines(counts: Mapping[str, int]) -> list[str]:
     """Returns the line of a dry run; none where no demonstrations are read."""
     if not counts:
         return []
