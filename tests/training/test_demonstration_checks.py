@@ -62,7 +62,7 @@ def with_algo(**fields):
         ),
         (
             replace(BASE, algo=replace(SPIN, policy_shaping_gamma=None), rollout=PAIR),
-            ["a loss of pairs has no ratio"],
+            ["policy_shaping_gamma=None would have no effect", "not of pairs"],
         ),
     ],
 )

@@ -65,6 +65,11 @@ READERS: Readers = {
     "overlong_penalty": ("overlong_buffer", lambda a: a.overlong_buffer > 0),
     "filter_power": ("sample_filter 'pow'", lambda a: a.sample_filter == "pow"),
     "replay_steps": ("sample_filter", lambda a: a.sample_filter is not None),
+    "pairs": ("losses of pairs: dpo, ipo, ...", lambda a: loss_of(a).pairs is not None),
+    "policy_shaping_gamma": (
+        "demonstrations above 0, with a loss that is not of pairs and has a ratio to shape",
+        lambda a: a.demonstrations > 0 and loss_of(a).pairs is None,
+    ),
 }
 
 

@@ -15,7 +15,6 @@ def check_demonstrations(config: PpoConfig) -> None:
     algo, key = config.algo, config.data.demonstration_key
     asked = f"algo.demonstrations={algo.demonstrations}"
     check_pairs_of_demonstrations(config)
-    check_shaping(algo)
     if algo.demonstrations == 0:
         require(
             key is None,
@@ -39,14 +38,9 @@ def check_demonstrations(config: PpoConfig) -> None:
 def check_pairs_of_demonstrations(config: PpoConfig) -> None:
     """Raises ConfigError where algo.pairs asks for pairs that there cannot be."""
     algo = config.algo
-    if algo.pairs == "best_worst":
+    if algo.pairs == "best_worst" or loss_of(algo).pairs is None:  # algorithms.READERS
         return
     where = f"algo.pairs={algo.pairs!r}"
-    require(
-        loss_of(algo).pairs is not None,
-        f"{where} would have no effect: it is read by losses of pairs (dpo, ipo, orpo, simpo, "
-        f"cpo), not by policy_loss={shown(algo.policy_loss)}",
-    )
     require(
         algo.demonstrations == 1 and config.rollout.n == 2,
         f"{where} compares one demonstration with one sampled answer, and there are "
@@ -60,15 +54,6 @@ def check_pairs_of_demonstrations(config: PpoConfig) -> None:
             value == getattr(default, name),
             f"algo.{name}={value} goes by rewards, and {where} does not look at them: leave it out",
         )
-
-
-def check_shaping(algo: AlgoConfig) -> None:
-    gamma, is_read = algo.policy_shaping_gamma, algo.demonstrations > 0
-    require(
-        gamma == AlgoConfig.policy_shaping_gamma or (is_read and loss_of(algo).pairs is None),
-        f"algo.policy_shaping_gamma={gamma} would have no effect: it shapes the ratio of "
-        "demonstrations (algo.demonstrations above 0), and a loss of pairs has no ratio",
-    )
 
 
 def reasons_against(config: PpoConfig) -> dict[str, bool]:
