@@ -69,8 +69,7 @@ def check_samples(run_dir: Path, metrics: dict, n: int, step: int = 1) -> None:
 
 
 def test_steps_learn_from_demonstrations_and_resume_bit_for_bit(folder):
-    """With answers that are begun in one step and end in the next, and weights for them."""
-    asked = ["--steps", "4", "--checkpoint.every_steps", "2", "--rollout.oversample", "1.5",
+    asked = ["--steps", "4", "--checkpoint.every_steps", "2", "--rollout.static_split", "True",
              "--algo.correction.level", "token", "--algo.kl_coef", "0.001", "--ref.dtype",
              "float32", "--algo.entropy_coef", "0.001", "--algo.epochs", "2",
              "--actor.optim.lr", "1e-2", "--data.sampler.success_reward", "1.0"]  # fmt: skip
@@ -94,6 +93,21 @@ def test_steps_learn_from_demonstrations_and_resume_bit_for_bit(folder):
     shutil.rmtree(folder / "run/checkpoints/step_00000004")
     run(folder, 2, *asked, "--resume", "auto")
     assert metrics_of(folder / "run")[-2:] == rows[-2:]
+
+
+def test_answers_that_end_in_a_later_step_have_them_beside_them(folder):
+    """They are not kept with what is begun: a resumed run reads them from the rows again."""
+    asked = ["--rollout.oversample", "1.5", "--algo.correction.bypass", "True",
+             "--checkpoint.every_steps", "1"]  # fmt: skip
+    run(folder, 1, *asked)
+    first, second = metrics_of(folder / "run")
+    check_samples(folder / "run", first, N)
+    check_samples(folder / "run", second, N, step=2)
+    shutil.rmtree(folder / "run/checkpoints/step_00000002")
+    done = train(folder, 1, *ASKED, *asked, "--resume", "auto", "--algo.demonstrations", "2")
+    assert done.code != 0 and "begun with algo.demonstrations=1; this run has 2" in done.output
+    run(folder, 1, *asked, "--resume", "auto")
+    assert metrics_of(folder / "run")[-1] == second
 
 
 def test_a_dry_run_counts_and_scores_them(folder):
@@ -122,7 +136,7 @@ def test_pairs_of_a_demonstration_and_a_sampled_answer(folder):
 
 def test_sampling_ahead_has_them_too(folder):
     run(folder, 2, "--async_steps", "1", "--placement", '{"actor":"0","rollout":"1"}',
-        "--algo.correction.bypass", "True", "--algo.advantage", "rloo")  # fmt: skip
+        "--algo.correction.level", "token", "--algo.advantage", "rloo")  # fmt: skip
     first, second = metrics_of(folder / "run")
     check_samples(folder / "run", first, N)
     assert second["staleness/max"] <= 1 and second["actor/off_policy_prob"] > 0
