@@ -111,7 +111,7 @@ def by_role() -> dict[str, set[str]]:
     parts = ("policy_objective", "rollout_difference", "tokens_above_cut", "near_policy")
     around = keys_of(objectives, *parts)
     taught = keys_of("algo/distillation.py", "distillation_metrics")
-    around |= taught
+    around |= taught | keys_of("algo/demonstrations.py", "demonstration_sums")
     answers = answer_terms()
     return {
         "actor": every | mtp | around | keys_of("algo/losses.py") | {"<>"} | pair_answer_terms(),

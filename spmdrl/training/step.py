@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.correction import take_mismatch
+from spmdrl.algo.demonstrations import sampled_mask, take_shares
 from spmdrl.algo.objectives import (
     corrects_before_update,
     needs_old_logprobs,
@@ -166,6 +167,7 @@ def update_actor(roles: Roles, batches: TrainBatches, step: int) -> None:
         if selects(algo) or weighs_pairs(algo):
             before = before_update(roles, step)
         updates = train(actor, batches.of(actor), loss_fn, config, algo.epochs, before)
+        take_shares(updates)
         batches.metrics |= take_mismatch(updates)
         batches.metrics |= {f"actor/{name}": value for name, value in updates.items()}
         if config.strict:
@@ -205,11 +207,13 @@ def staleness(roles: Roles, batches: list[Batch], step: int) -> dict[str, float]
     """Returns how many steps the weights that chose the tokens were behind those that now learn.
 
     Never more than config.async_steps, but for samples that were kept: partial ones and replayed.
+    Demonstrations, which no weights of ours have chosen, do not count.
     """
     sums, most = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
     for batch in batches:
-        age = (step - 1 - batch.policy_version) * (batch.loss_mask > 0)
-        sums += torch.stack([age.sum().double(), batch.loss_mask.sum(dtype=torch.float64)])
+        mask = sampled_mask(batch)
+        age = (step - 1 - batch.policy_version) * (mask > 0)
+        sums += torch.stack([age.sum().double(), mask.sum(dtype=torch.float64)])
         if len(age):
             most = torch.maximum(most, age.max())
     dist.all_reduce(sums, group=roles.actor.topology.group)
