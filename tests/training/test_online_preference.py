@@ -36,8 +36,9 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.data.packing import pack_samples
-from spmdrl.distributed.placement import training_roles
+from spmdrl.distributed.placement import place, training_roles
 from spmdrl.training.checks.algorithms import check_algo
+from spmdrl.training.checks.rl import check_schedule
 from spmdrl.types import DEMONSTRATED, Batch, Prompt, Sample
 
 BETA, N, GROUPS = 0.3, 4, 5
@@ -318,6 +319,17 @@ def test_what_a_loss_of_pairs_does_not_read_is_refused(config, words) -> None:
 
 def test_a_cut_distribution_needs_no_correction() -> None:
     check_algo(replace(BASE, rollout=RolloutConfig(n=4, max_tokens=9, top_p=0.9)))
+
+
+def test_pairs_may_be_of_older_weights() -> None:
+    """No loss of pairs has a ratio to the policy that sampled."""
+    apart = replace(BASE, async_steps=1, placement={"actor": "0", "rollout": "1"})
+    asks_more = replace(BASE, rollout=replace(BASE.rollout, oversample=1.5))
+    for config in (apart, asks_more):
+        check_schedule(config, place(config, 2))
+        reinforced = replace(config, algo=AlgoConfig())
+        with pytest.raises(ConfigError, match="tokens of older weights"):
+            check_schedule(reinforced, place(reinforced, 2))
 
 
 # ---- a run of the program

@@ -393,7 +393,7 @@ def check_correction(config: PpoConfig) -> None:
     cuts = [f"{name}={getattr(rollout, name)}" for name in names
             if getattr(rollout, name) != getattr(whole, name)]  # fmt: skip
     require(
-        not cuts or weighs_the_engine(algo) or loss_of(algo).pairs is not None,
+        not cuts or takes_other_samplers(algo),
         f"rollout: {', '.join(cuts)} samples from another policy than the one that is trained: set "
         "algo.correction=CorrectionConfig(level='token') to weigh for it, or sample from the whole "
         "distribution (top_p=1, top_k=0, min_p=0, min_tokens=0, repetition_penalty=1)",
@@ -405,6 +405,13 @@ def weighs_the_engine(algo: AlgoConfig) -> bool:
     by the loss's ratio, which with bypass is to the engine.
     """
     return algo.correction.level != "off" or (algo.correction.bypass and loss_of(algo).has_ratio)
+
+
+def takes_other_samplers(algo: AlgoConfig) -> bool:
+    """Returns True if answers may be of another distribution than the policy's: the loss weighs
+    for it, or compares the answers of a pair, whoever wrote them.
+    """
+    return weighs_the_engine(algo) or loss_of(algo).pairs is not None
 
 
 def check_bound(name: str, bound: Any) -> None:

@@ -35,7 +35,7 @@ from spmdrl.rewards.reward_model import check_reward_model, train_config
 from spmdrl.rewards.runner import asks_model, built_ins_of, rewards_of, runs_programs
 from spmdrl.rollout.build import ENGINES, check_adapter, check_engine
 from spmdrl.training.checks.agents import check_agents, warnings_of_agents
-from spmdrl.training.checks.algorithms import check_algo, weighs_the_engine
+from spmdrl.training.checks.algorithms import check_algo, takes_other_samplers
 from spmdrl.training.checks.common import (
     check_checkpoint,
     check_megatron,
@@ -429,7 +429,7 @@ def check_schedule(config: PpoConfig, placement: Placement) -> None:
     stale = {"async_steps": config.async_steps, "rollout.oversample": rollout.oversample - 1}
     for name, value in stale.items():
         require(
-            not value or weighs_the_engine(algo),
+            not value or takes_other_samplers(algo),
             f"{name} trains on tokens of older weights: set algo.correction=CorrectionConfig("
             "level='token') to weigh for it, or CorrectionConfig(bypass=True), which makes the "
             "loss's ratio that to the policy that sampled",
