@@ -171,10 +171,10 @@ def gradients_on(topology, folder):
     ref = numbers_for(whole, salt=1)
     ratios = {}
     places = zip(whole.groups.tolist(), whole.indices.tolist(), strict=True)
-    for place, (start, end) in zip(places, pairwise(whole.cu_seqlens.tolist()), strict=True):
+    for address, (start, end) in zip(places, pairwise(whole.cu_seqlens.tolist()), strict=True):
         ids = whole.token_ids[start:end]
         scores = model(ids[None, :-1]).logits[0].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        ratios[place] = ((scores - ref[start + 1 : end]) * whole.loss_mask[start + 1 : end]).sum()
+        ratios[address] = ((scores - ref[start + 1 : end]) * whole.loss_mask[start + 1 : end]).sum()
     differences = torch.stack([ratios[best] - ratios[worst] for best, worst in pairs_by_hand(BASE)])
     want = -torch.nn.functional.logsigmoid(BETA * differences).mean()
     want.backward()
