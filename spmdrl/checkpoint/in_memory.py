@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.checkpoint.disk_space import free_bytes, mib, writing
-from spmdrl.checkpoint.format import Digest, commit, damaged_file, share_of, steps_in
+from spmdrl.checkpoint.format import Digest, commit, damaged_file, recover, share_of, steps_in
 from spmdrl.config import ConfigError
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import together
@@ -255,10 +255,12 @@ def find_in_memory(
     root: Path, hosts: Hosts, group: dist.ProcessGroup, after: int
 ) -> tuple[InMemoryCheckpoint | None, list[str]]:
     """Looks for the newest checkpoint of a step beyond `after` that the hosts have together, and
-    has each host fetch what it lacks of it. Collective.
+    has each host fetch what it lacks of it. What ranks that were killed had not completed goes
+    first, as it would take the room. Collective.
 
     Returns it, and what is wrong with each that was passed over, the same on every rank.
     """
+    together(group, lambda: recover(root) if hosts.is_first_here else None)
     parts = parts_in(root, after) if hosts.is_first_here else {}
     of_ranks: list[dict[int, Part]] = gather_to_all(parts, group)
     passed: list[str] = []

@@ -127,6 +127,14 @@ def find_without_room(topology, folder, per_host):
         return find(topology, folder, per_host)
 
 
+def leave_half(topology, folder, host, step):
+    """Ranks were killed while they wrote the checkpoint of a step."""
+    if topology.rank == 0:
+        Path(folder, host, f"step_{step:08d}.tmp").mkdir()
+        Path(folder, host, f"step_{step:08d}.tmp", "half").write_bytes(b"x")
+    dist.barrier()
+
+
 def one_size(topology):
     """Hosts with different numbers of ranks."""
     with pytest.raises(ConfigError, match="hosts have 1 and 3 ranks"):
@@ -138,6 +146,7 @@ def test_what_hosts_have_together(tmp_path):
     calls = [
         (save, (folder, 2, 1)),
         (save, (folder, 2, 2)),
+        (leave_half, (folder, "host0", 7)),
         (lose, (folder, "host1")),
         (find, (folder, 2)),
         (find, (folder, 2, 2)),  # nothing beyond step 2
@@ -158,12 +167,13 @@ def test_what_hosts_have_together(tmp_path):
     told = {number: results[number] for number, (call, _) in enumerate(calls) if call is find}
     assert results[1][0] == results[1][3] and len(results[1][0]) == 13  # with the manifest
     assert not list(tmp_path.glob("*/step_00000001"))  # step 2 took its place
-    assert told[3] == [(2, [], True)] * 4
-    assert told[4] == [(None, [], False)] * 4
-    assert told[7] == told[9] == [(3, [], True)] * 4
+    assert not list(tmp_path.glob("*/step_*.tmp"))
+    assert told[4] == [(2, [], True)] * 4
+    assert told[5] == [(None, [], False)] * 4
+    assert told[8] == told[10] == [(3, [], True)] * 4
     wrong = "step 3: no host has rng_3.pt as it was written"
-    assert told[12] == [(None, [wrong], False)] * 4
-    assert told[15] == [(4, [], True)] * 4
+    assert told[13] == [(None, [wrong], False)] * 4
+    assert told[16] == [(4, [], True)] * 4
 
 
 def test_no_rank_waits_for_one_whose_memory_is_full(tmp_path):
