@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmdrl.checkpoint.disk_space import free_bytes, mib
+from spmdrl.checkpoint.disk_space import bytes_in, free_bytes, mib
 from spmdrl.checkpoint.format import read_run
 from spmdrl.checkpoint.in_memory import Hosts, InMemory, InMemoryCheckpoint, find_in_memory
 from spmdrl.config import ConfigError, RunConfig
@@ -97,7 +97,8 @@ def memory_place(runtime: Runtime) -> InMemory:
 def check_memory_room(config: RunConfig, runtime: Runtime, least_bytes: int) -> None:
     """Raises ConfigError where /dev/shm of this host has no room for checkpoints in memory.
 
-    least_bytes: of a checkpoint. For the first rank of each host.
+    least_bytes: of a checkpoint. What the ranks before these have left there counts as free: it
+    gives way to the next one. For the first rank of each host.
     """
     folder, here = runtime.elastic.memory, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if in_memory_every(config, runtime) == 0 or folder is None:
@@ -105,10 +106,10 @@ def check_memory_room(config: RunConfig, runtime: Runtime, least_bytes: int) -> 
     # two checkpoints, each with its copy from another host, where there is one
     share = least_bytes * here / runtime.topology.world
     needed = int(share * (2 if here == runtime.topology.world else 4))
-    free = free_bytes(folder)
+    free = free_bytes(folder) + bytes_in(folder)
     if free < needed:
         raise ConfigError(
-            f"{folder.parent} has {mib(free)} MiB free, and checkpoints in memory take at least "
+            f"{folder.parent} has {mib(free)} MiB for checkpoints in memory, which take at least "
             f"{mib(needed)} MiB of each host: make it larger (docker run --shm-size, mount -o "
             "remount,size=...), take more hosts, or none with "
             "--checkpoint.in_memory_every_steps 0"

@@ -75,7 +75,18 @@ def test_memory_without_room_is_told_at_the_start(runtime, qwen3, monkeypatch):
     config = ppo_config(qwen3)
     monkeypatch.setattr(elastic, "free_bytes", lambda path: 100 << 20)
     check_memory_room(config, runtime, 100 << 20)  # 4 parts of a quarter
-    with pytest.raises(ConfigError, match=r"100 MiB free, .* take at least 101 MiB of each host"):
+    with pytest.raises(ConfigError, match=r"has 100 MiB for .* take at least 101 MiB of each"):
         check_memory_room(config, runtime, 101 << 20)
     off = ppo_config(qwen3, checkpoint=CheckpointConfig(in_memory_every_steps=0))
     check_memory_room(off, runtime, 101 << 20)
+
+
+def test_what_ranks_have_left_in_memory_is_room_for_those_after_them(runtime, qwen3, monkeypatch):
+    """Else a job whose memory suffices would end at its first change."""
+    config = ppo_config(qwen3)
+    Path(runtime.elastic.memory, "step_00000007", "actor").mkdir(parents=True)
+    Path(runtime.elastic.memory, "step_00000007", "actor", "shards").write_bytes(bytes(3 << 20))
+    monkeypatch.setattr(elastic, "free_bytes", lambda path: 1 << 20)
+    check_memory_room(config, runtime, 4 << 20)
+    with pytest.raises(ConfigError, match=r"has 4.0 MiB for .* at least 5.0 MiB of each"):
+        check_memory_room(config, runtime, 5 << 20)
