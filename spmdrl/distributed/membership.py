@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.rendezvous import RendezvousError
+
 from spmdrl.distributed import elastic_compat
 from spmdrl.distributed.elastic_job import CHANGE, JOB, MEMORY, NNODES, ROUND
 
@@ -97,14 +99,16 @@ class Membership:
 
     def goes_on(self) -> bool:
         """Whether ranks that have ended in order, with code 75, are to be started again: hosts have
-        joined or left. Waits up to SETTLE_S for them to say so.
+        joined or left. Waits up to SETTLE_S for them to say so. Where the rendezvous does not
+        answer the job ends, with the code of its ranks.
         """
         end = time.monotonic() + SETTLE_S
-        while self.is_elastic and time.monotonic() < end:
-            waiting = self.handler.num_nodes_waiting()
-            if waiting or elastic_compat.num_members(self.handler) < self.nodes:
-                return True
-            time.sleep(LOOK_S)
+        with suppress(RendezvousError):
+            while self.is_elastic and time.monotonic() < end:
+                waiting = self.handler.num_nodes_waiting()
+                if waiting or elastic_compat.num_members(self.handler) < self.nodes:
+                    return True
+                time.sleep(LOOK_S)
         return False
 
     def leave(self) -> None:

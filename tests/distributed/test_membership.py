@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from spmdrl.distributed import membership
 from spmdrl.distributed.elastic_job import ElasticJob
@@ -82,3 +83,17 @@ def test_the_loss_of_a_host_costs_no_restart(tmp_path, monkeypatch):
         member.before_start(agent, group)
         left.append(agent._remaining_restarts)
     assert left == [1, 2, 2, 2]  # the third was a failure, the last left in order
+
+
+def test_ranks_that_ended_in_order_keep_their_code_where_the_store_is_gone(tmp_path, monkeypatch):
+    """The host that has the store was told to end too, and was faster."""
+    monkeypatch.setattr(membership, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    member, rendezvous = Membership((1, 3), tmp_path), Rendezvous(0, 2)
+
+    def gone() -> int:
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr(rendezvous, "num_nodes_waiting", gone)
+    member.handler, member.nodes = rendezvous, 2
+    assert not member.goes_on()
