@@ -94,11 +94,12 @@ def rendezvous_round(handler: Any) -> int:
     return int(handler._state_holder.state.round)
 
 
-def num_members(handler: Any) -> int:
-    """Returns how many hosts have met and have not left, as the handler knew when it last asked the
-    rendezvous; num_nodes_waiting asks it. Reads the handler's _state_holder.
+def members(handler: Any) -> frozenset[Any]:
+    """Returns the hosts that have met and have not left, as the handler knew when it last asked the
+    rendezvous; num_nodes_waiting asks it. A launcher is the same member for as long as it lives.
+    Reads the handler's _state_holder.
     """
-    return len(handler._state_holder.state.participants)
+    return frozenset(handler._state_holder.state.participants)
 
 
 def name_job(handler: Any) -> str:

@@ -73,7 +73,7 @@ class Membership:
         self.is_elastic = nnodes[0] < nnodes[1]
         self.change = Path(folder, "change")
         self.handler: Any = None
-        self.nodes = 0  # hosts when the ranks were last started
+        self.members: frozenset[Any] = frozenset()  # hosts when the ranks were last started
         self.failed = False  # the ranks ended by a failure, for which a restart was taken
         # without it a job has no checkpoints in memory, and says so where they are asked for
         self.memory = HostMemory(SHARED_MEMORY) if os.access(SHARED_MEMORY, os.W_OK) else None
@@ -86,12 +86,14 @@ class Membership:
         """Is called when the hosts have met, before ranks are started: writes their environment."""
         self.change.unlink(missing_ok=True)
         self.handler = handler = group.spec.rdzv_handler
-        if elastic_compat.is_dynamic(handler):
-            os.environ[ROUND] = str(elastic_compat.rendezvous_round(handler))
-            os.environ[JOB] = elastic_compat.name_job(handler)
-        if self.failed and self.nodes > group.group_world_size:
-            elastic_compat.allow_restart(agent)  # it was the loss of a host
-        self.nodes, self.failed = group.group_world_size, False
+        if not elastic_compat.is_dynamic(handler):
+            return
+        os.environ[ROUND] = str(elastic_compat.rendezvous_round(handler))
+        os.environ[JOB] = elastic_compat.name_job(handler)
+        members = elastic_compat.members(handler)
+        if self.failed and self.members - members:
+            elastic_compat.allow_restart(agent)  # it was the loss of a host, perhaps replaced
+        self.members, self.failed = members, False
 
     def before_stop(self) -> None:
         """Is called before the ranks are stopped to be started again: leaves word of it."""
@@ -106,7 +108,7 @@ class Membership:
         with suppress(RendezvousError):
             while self.is_elastic and time.monotonic() < end:
                 waiting = self.handler.num_nodes_waiting()
-                if waiting or elastic_compat.num_members(self.handler) < self.nodes:
+                if waiting or self.members - elastic_compat.members(self.handler):
                     return True
                 time.sleep(LOOK_S)
         return False

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from spmdrl.distributed import membership
+from spmdrl.distributed import elastic_compat, membership
 from spmdrl.distributed.elastic_job import ElasticJob
 from spmdrl.distributed.membership import HostMemory, Membership
 
@@ -61,7 +61,7 @@ def test_code_75_starts_again_where_hosts_join_or_leave(
     monkeypatch.setattr(membership, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(os, "environ", dict(os.environ))
     member = Membership(nnodes, tmp_path)
-    member.handler, member.nodes = Rendezvous(waiting, members), 2
+    member.handler, member.members = Rendezvous(waiting, members), frozenset(range(2))
     assert member.goes_on() == goes_on
     job = ElasticJob.read()
     assert (job.min_nodes, job.max_nodes) == nnodes and job.memory is None
@@ -75,14 +75,19 @@ def test_code_75_starts_again_where_hosts_join_or_leave(
 def test_the_loss_of_a_host_costs_no_restart(tmp_path, monkeypatch):
     monkeypatch.setattr(membership, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name, answer in (("is_dynamic", True), ("rendezvous_round", 0), ("name_job", "job")):
+        monkeypatch.setattr(elastic_compat, name, lambda handler, answer=answer: answer)
     member, agent = Membership((1, 3), tmp_path), SimpleNamespace(_remaining_restarts=1)
     left = []
-    for failed, nodes in ((False, 3), (True, 2), (True, 2), (False, 1)):
+    for failed, hosts in ((False, "abc"), (True, "ab"), (True, "ab"), (False, "a"), (True, "d")):
         member.failed = failed
-        group = SimpleNamespace(group_world_size=nodes, spec=SimpleNamespace(rdzv_handler=object()))
-        member.before_start(agent, group)
+        handler = Rendezvous(0, 0)
+        handler._state_holder.state.participants = hosts
+        member.before_start(agent, SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler)))
         left.append(agent._remaining_restarts)
-    assert left == [1, 2, 2, 2]  # the third was a failure, the last left in order
+    # the third was a failure, the fourth left in order, and the last was replaced
+    assert left == [1, 2, 2, 2, 3]
+
 
 
 def test_ranks_that_ended_in_order_keep_their_code_where_the_store_is_gone(tmp_path, monkeypatch):
@@ -95,5 +100,5 @@ def test_ranks_that_ended_in_order_keep_their_code_where_the_store_is_gone(tmp_p
         raise RendezvousConnectionError("The connection to the C10d store has failed.")
 
     monkeypatch.setattr(rendezvous, "num_nodes_waiting", gone)
-    member.handler, member.nodes = rendezvous, 2
+    member.handler, member.members = rendezvous, frozenset(range(2))
     assert not member.goes_on()
