@@ -194,6 +194,22 @@ def member_of_job(arguments: list[str], watch: Watch) -> Iterator[None]:
         member.close()
 
 
+def why_not_elastic(arguments: list[str]) -> str:
+    """Says why hosts cannot come and go as --nnodes MIN:MAX asks; "" where they can, or need not.
+
+    The other kinds of rendezvous wait for MAX hosts, and cannot say later who has left.
+    """
+    options = elastic_compat.parse_options(arguments)
+    least, most = elastic_compat.parse_num_nodes(options.nnodes)
+    if least == most or options.standalone or options.rdzv_backend in ("c10d", "etcd-v2"):
+        return ""
+    return (
+        f"--nnodes {options.nnodes} is for hosts that come and go, which --rdzv-backend "
+        f"{options.rdzv_backend} cannot do: add --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
+        "--rdzv-id NAME, the same on each host, or give one number of hosts"
+    )
+
+
 def be_quiet() -> None:
     """torchrun's own log tells of processes and signals: for those who ask for it by LOGLEVEL."""
     for name in list(logging.root.manager.loggerDict) if "LOGLEVEL" not in os.environ else ():
@@ -286,11 +302,14 @@ def meet_other_nodes(arguments: list[str]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if problem := why_not_elastic(arguments):
+        say(problem)
+        return BAD_CONFIG
     watch = Watch()
     elastic_compat.replace_monitor(watch)
     elastic_compat.replace_free_port(HeldPorts())
     be_quiet()
-    arguments = sys.argv[1:] if arguments is None else arguments
     # a locale that lacks a letter of a path or a prompt must not matter to the ranks
     os.environ.setdefault("PYTHONUTF8", "1")
     # else ranks that are started again read the addresses of those before them

@@ -12,6 +12,7 @@ import pytest
 from ranks import free_port
 from torch.distributed import TCPStore
 
+from spmdrl.distributed import launcher
 from spmdrl.distributed.launcher import HeldPorts
 
 FIRST_WORDS = "spmdrl: starting the processes of the run\n"
@@ -71,6 +72,14 @@ def test_a_port_that_is_taken_is_named_with_who_has_it(tmp_path):
     assert f"is taken, where process {os.getpid()} listens (" in done.stderr
     assert "or name none for a run on this machine alone" in done.stderr
     assert done.stdout == FIRST_WORDS
+
+
+def test_hosts_that_come_and_go_need_a_rendezvous_that_knows_them(tmp_path, capsys):
+    assert launcher.main(["--nnodes", "1:2", "--nproc-per-node", "1", "rank.py"]) == 2
+    said = capsys.readouterr().err
+    assert "--nnodes 1:2 is for hosts that come and go, which --rdzv-backend static" in said
+    for options in (["--nnodes", "2"], ["--nnodes", "1:2", "--rdzv-backend", "c10d"]):
+        assert launcher.why_not_elastic([*options, "rank.py"]) == ""
 
 
 def test_a_held_port_is_nobody_else_s_and_a_store_may_open_it():
