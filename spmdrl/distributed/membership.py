@@ -97,6 +97,8 @@ class Membership:
 
     def before_stop(self) -> None:
         """Is called before the ranks are stopped to be started again: leaves word of it."""
+        # what cleans the temporary folder takes one that stood untouched for days
+        self.change.parent.mkdir(parents=True, exist_ok=True)
         self.change.touch()
 
     def goes_on(self) -> bool:

@@ -60,12 +60,15 @@ def test_code_75_starts_again_where_hosts_join_or_leave(
     monkeypatch.setattr(membership, "SETTLE_S", 0.3)
     monkeypatch.setattr(membership, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    member = Membership(nnodes, tmp_path)
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    member = Membership(nnodes, folder)
     member.handler, member.members = Rendezvous(waiting, members), frozenset(range(2))
     assert member.goes_on() == goes_on
     job = ElasticJob.read()
     assert (job.min_nodes, job.max_nodes) == nnodes and job.memory is None
     assert not job.is_changing()
+    folder.rmdir()  # as by what cleans the temporary folder
     member.before_stop()
     assert job.is_changing()
     assert job.in_memory_every_steps(None) == int(nnodes == (1, 3))
