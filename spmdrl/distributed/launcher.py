@@ -29,7 +29,7 @@ from spmdrl.distributed import exit as exits
 from spmdrl.distributed.exit import BAD_CONFIG, FAILED, INTERRUPTED, REQUEUE
 from spmdrl.distributed.faults.network import address_towards, addresses_of, interface_of
 from spmdrl.distributed.faults.rendezvous import owner_of, reason_of
-from spmdrl.distributed.membership import RENDEZVOUS, Membership
+from spmdrl.distributed.membership import RENDEZVOUS, Membership, forget_other_job
 
 FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 HEAD_S = 600.0  # as long as torchrun waits for the nodes to meet
@@ -176,6 +176,7 @@ def member_of_job(arguments: list[str], watch: Watch) -> Iterator[None]:
     """
     options = elastic_compat.parse_options(arguments)
     nnodes = elastic_compat.parse_num_nodes(options.nnodes)
+    forget_other_job()
     if nnodes[0] == nnodes[1] and not options.max_restarts:
         yield
         return

@@ -20,6 +20,7 @@ RANK = """
 import os, signal, sys, tempfile
 print("rank", os.environ["RANK"], flush=True)
 print(tempfile.gettempdir(), file=open("tempdir", "w"))
+print(*os.environ, file=open("environment", "w"))
 how = sys.argv[1]
 if how == "speaks":
     from spmdrl.distributed.exit import leave, leave_for_torchrun, say
@@ -50,13 +51,16 @@ def launch(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedPro
     ("fails", 1, ["ended with exit code 7, and left no word but what stands above"]),
 ])  # fmt: skip
 def test_what_is_said_is_the_ranks_own_word(tmp_path, how, code, said):
-    done = launch(tmp_path, "--standalone", "--nproc-per-node", "1", "rank.py", how)
+    outer = {"SPMDRL_NNODES": "1:4", "SPMDRL_ROUND": "3", "SPMDRL_MEMORY_DIR": "/dev/shm/other"}
+    done = launch(tmp_path, "--standalone", "--nproc-per-node", "1", "rank.py", how, **outer)
     assert (done.returncode, done.stdout) == (code, f"{FIRST_WORDS}rank 0\n"), done.stderr
     lines = [line for line in done.stderr.splitlines() if line]
     assert len(lines) == len(said), done.stderr
     assert all(part in line for part, line in zip(said, lines, strict=True)), lines
     assert list((tmp_path / "tmp").iterdir()) == []  # torchrun would leave a folder
     assert (tmp_path / "tempdir").read_text() == f"{tmp_path / 'tmp'}\n"  # of a rank: the user's
+    # the launcher was itself in a rank of another job
+    assert not set(outer) & set((tmp_path / "environment").read_text().split())
 
 
 @pytest.mark.ranks
