@@ -12,9 +12,12 @@ from plan_configs import ppo_config
 
 from spmdrl.config import CheckpointConfig, ConfigError, TrainConfig
 from spmdrl.distributed.elastic_job import ElasticJob
-from spmdrl.training import elastic
+from spmdrl.distributed.signals import REGROUP, STOP, Stopping
+from spmdrl.training import elastic, stop
 from spmdrl.training.checks.rl import require_sound
 from spmdrl.training.elastic import SizeChange, check_memory_room, check_sizes
+from spmdrl.training.savers import Savers
+from spmdrl.training.stop import StopController
 
 
 def test_a_change_is_one_line():
@@ -90,3 +93,31 @@ def test_what_ranks_have_left_in_memory_is_room_for_those_after_them(runtime, qw
     check_memory_room(config, runtime, 4 << 20)
     with pytest.raises(ConfigError, match=r"has 4.0 MiB for .* at least 5.0 MiB of each"):
         check_memory_room(config, runtime, 5 << 20)
+
+
+@pytest.mark.parametrize(
+    ("job", "on_disk", "wish", "armed", "saved", "told"),
+    [
+        (ElasticJob(1, 2), True, STOP, True, "memory disk", "--resume auto goes on"),
+        (ElasticJob(1, 2), True, REGROUP, True, "memory", "goes on with other hosts"),
+        (ElasticJob(1, 2), False, STOP, True, "memory", "hosts that stay go on; without any it is"),
+        (ElasticJob(), True, STOP, True, "disk", "--resume auto goes on"),
+        (ElasticJob(), False, 0, False, "", ""),  # nothing outlives the ranks: a signal ends them
+    ],
+)  # fmt: skip
+def test_a_step_that_ends_by_a_signal_is_kept_for_those_who_go_on(
+    qwen3, monkeypatch, job, on_disk, wish, armed, saved, told
+):
+    """It is no step that is due: checkpoints come after every fifth, in memory and on the disk."""
+    votes = SimpleNamespace(agree=lambda own: wish)
+    monkeypatch.setattr(stop, "StopVotes", lambda topology, lag: votes)
+    memory, disk = (SimpleNamespace(failed=False, wait=lambda: None) for _ in range(2))
+    savers = Savers(disk if on_disk else None, 5, memory, 5)
+    runtime = SimpleNamespace(elastic=job, stopping=Stopping(), topology=None, stopped="")
+    ending = StopController(ppo_config(qwen3, steps=9), runtime, savers)
+    assert runtime.stopping.armed == armed
+    ending.vote(3)
+    assert ending.savers_of_step() == [{"memory": memory, "disk": disk}[name]
+                                       for name in saved.split()]  # fmt: skip
+    if wish:
+        assert told in ending.stop(3)
