@@ -17,7 +17,6 @@ from spmdrl.checkpoint.disk_space import bytes_in, free_bytes, mib
 from spmdrl.checkpoint.format import read_run
 from spmdrl.checkpoint.in_memory import Hosts, InMemory, InMemoryCheckpoint, find_in_memory
 from spmdrl.config import ConfigError, RunConfig
-from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.training.runtime import Runtime
 
 C = TypeVar("C", bound=RunConfig)
@@ -80,29 +79,40 @@ def hosts_of(runtime: Runtime) -> Hosts:
 
 
 def memory_place(runtime: Runtime) -> InMemory:
-    """Collective. Raises ConfigError where nobody keeps the memory from one start of the ranks to
-    the next.
+    """Collective. Each host has been asked by check_memory_room whether it has a folder."""
+    assert runtime.elastic.memory is not None
+    return InMemory(runtime.elastic.memory, hosts_of(runtime))
+
+
+def memory_folder(runtime: Runtime) -> Path:
+    """This host's folder for checkpoints in memory. Raises ConfigError where nobody keeps it from
+    one start of the ranks to the next.
     """
-    folder = runtime.elastic.memory
-    if any(gather_to_all(folder is None, runtime.topology.control)):
+    job = runtime.elastic
+    if job.memory is not None:
+        return job.memory
+    if job.change is not None:  # a launcher that may start the ranks again has told of itself
         raise ConfigError(
-            "checkpoint.in_memory_every_steps is for runs whose ranks may be started again by "
-            "python -m spmdrl.launch with --nnodes MIN:MAX or --max-restarts: nobody else keeps "
-            "the memory. Start it so, or set in_memory_every_steps to 0"
+            "/dev/shm of this host could not be written when the launcher started, and checkpoints "
+            "in memory stand there: give this user the right to write to it, or go without them by "
+            "--checkpoint.in_memory_every_steps 0"
         )
-    assert folder is not None
-    return InMemory(folder, hosts_of(runtime))
+    raise ConfigError(
+        "checkpoint.in_memory_every_steps is for runs whose ranks may be started again by "
+        "python -m spmdrl.launch with --nnodes MIN:MAX or --max-restarts: nobody else keeps "
+        "the memory. Start it so, or set in_memory_every_steps to 0"
+    )
 
 
 def check_memory_room(config: RunConfig, runtime: Runtime, least_bytes: int) -> None:
-    """Raises ConfigError where /dev/shm of this host has no room for checkpoints in memory.
+    """Raises ConfigError where this host has no place or no room for checkpoints in memory.
 
     least_bytes: of a checkpoint. What the ranks before these have left there counts as free: it
     gives way to the next one. For the first rank of each host.
     """
-    folder, here = runtime.elastic.memory, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if in_memory_every(config, runtime) == 0 or folder is None:
+    if in_memory_every(config, runtime) == 0:
         return
+    folder, here = memory_folder(runtime), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # two checkpoints, each with its copy from another host, where there is one
     share = least_bytes * here / runtime.topology.world
     needed = int(share * (2 if here == runtime.topology.world else 4))

@@ -96,6 +96,19 @@ def test_what_ranks_have_left_in_memory_is_room_for_those_after_them(runtime, qw
 
 
 @pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (ElasticJob(), "python -m spmdrl.launch with --nnodes MIN:MAX or --max-restarts"),
+        (ElasticJob(1, 2, change=Path("change")), "/dev/shm of this host could not be written"),
+    ],
+)  # fmt: skip
+def test_a_host_without_a_place_in_memory_says_which_it_lacks(qwen3, job, words):
+    config = ppo_config(qwen3, checkpoint=CheckpointConfig(in_memory_every_steps=1))
+    with pytest.raises(ConfigError, match=words):
+        check_memory_room(config, SimpleNamespace(elastic=job), 1)
+
+
+@pytest.mark.parametrize(
     ("job", "on_disk", "wish", "armed", "saved", "told"),
     [
         (ElasticJob(1, 2), True, STOP, True, "memory disk", "--resume auto goes on"),
