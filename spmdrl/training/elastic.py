@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from spmdrl.checkpoint.disk_space import bytes_in, free_bytes, mib
 from spmdrl.checkpoint.format import read_run
 from spmdrl.checkpoint.in_memory import Hosts, InMemory, InMemoryCheckpoint, find_in_memory
 from spmdrl.config import ConfigError, RunConfig
+from spmdrl.training.checks.memory_fit import Planner, check_memory
 from spmdrl.training.runtime import Runtime
 
 C = TypeVar("C", bound=RunConfig)
@@ -160,3 +162,13 @@ def check_sizes(sound: Callable[[C, int], None], config: C, runtime: Runtime) ->
                 f"with {nodes} hosts, {nodes * here} ranks in all, which --nnodes "
                 f"{job.min_nodes}:{job.max_nodes} allows: {error}"
             ) from error
+
+
+def check_memory_of_sizes(
+    config: RunConfig, world: int, planner: Planner, runtime: Runtime
+) -> None:  # fmt: skip
+    """Raises ConfigError where the GPUs cannot hold the run on `world` ranks, or on a number of
+    hosts that --nnodes allows: with fewer ranks each has a larger share of the model.
+    """
+    check_memory(config, world, planner)
+    check_sizes(partial(check_memory, planner=planner), config, runtime)

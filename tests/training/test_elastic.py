@@ -9,11 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 from plan_configs import ppo_config
+from programs import write_task
 
-from spmdrl.config import CheckpointConfig, ConfigError, TrainConfig
+from spmdrl import sft
+from spmdrl.cli.arguments import dry_flags
+from spmdrl.config import (
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    SftConfig,
+    SftDataConfig,
+    TrainConfig,
+)
 from spmdrl.distributed.elastic_job import ElasticJob
 from spmdrl.distributed.signals import REGROUP, STOP, Stopping
-from spmdrl.training import elastic, stop
+from spmdrl.training import dry_run, elastic, stop, supervised
 from spmdrl.training.checks.rl import require_sound
 from spmdrl.training.elastic import SizeChange, check_memory_room, check_sizes
 from spmdrl.training.savers import Savers
@@ -72,6 +82,21 @@ def test_placement_that_names_ranks_has_one_size(runtime, qwen3):
     require_sound(config, 8)
     with pytest.raises(ConfigError, match="with 3 hosts, 6 ranks in all"):
         check_sizes(require_sound, config, runtime)
+
+
+def test_the_dry_run_plans_the_memory_of_every_size(topology, qwen3, tmp_path, monkeypatch):
+    write_task(tmp_path)
+    data = DataConfig(str(tmp_path / "train.jsonl"), prompts_per_step=8, max_prompt_tokens=16)
+    rows = SftDataConfig(str(tmp_path / "sft.jsonl"), batch_size=2, max_tokens=32)
+    Path(rows.train).write_text('{"prompt": "1+1=", "response": "2"}\n' * 2)
+    runtime = SimpleNamespace(elastic=ElasticJob(1, 3), topology=topology, is_main=True)
+    sizes = []
+    monkeypatch.setattr(elastic, "check_memory", lambda config, world, planner: sizes.append(world))
+    dry = dry_flags(True, 3, False)
+    dry_run.show_plan(ppo_config(qwen3, data=data, steps=2), runtime, dry)
+    fine_tuning = SftConfig(str(qwen3), rows, out="out", steps=2)
+    supervised.show_plan(sft.task(fine_tuning), fine_tuning, runtime, dry)
+    assert sizes == [3, 1, 2, 3] * 2
 
 
 def test_memory_without_room_is_told_at_the_start(runtime, qwen3, monkeypatch):
