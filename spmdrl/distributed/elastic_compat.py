@@ -104,10 +104,13 @@ def members(handler: Any) -> frozenset[Any]:
 
 def name_job(handler: Any) -> str:
     """Returns a name that all hosts of this rendezvous agree on, now and later: what the first that
-    asks draws. Uses the handler's _store.
+    asks draws. Uses the handler's _store, of which every kind has these methods; that of etcd-v2
+    has no compare_set.
     """
-    key = f"spmdrl/job/{handler.get_run_id()}"
-    return bytes(handler._store.compare_set(key, "", secrets.token_hex(8))).decode()
+    key, store = f"spmdrl/job/{handler.get_run_id()}", handler._store
+    if store.add(f"{key}/asked", 1) == 1:
+        store.set(key, secrets.token_hex(8))
+    return bytes(store.get(key)).decode()
 
 
 def leave_rendezvous(handler: Any) -> None:

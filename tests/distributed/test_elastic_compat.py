@@ -5,13 +5,16 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import api as rendezvous_api
+from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from spmdrl.distributed import elastic_compat
@@ -149,3 +152,29 @@ def test_torchrun_still_lets_a_host_leave() -> None:
     elastic_compat.replace_monitor(monitor)
     launch("true")
     assert left == [0]
+
+
+class StoreOfEtcd(Store):
+    """Has the methods of torch's EtcdStore, and keeps in a dict what that keeps in etcd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.kept[key].encode()
+
+    def add(self, key: str, number: int) -> int:
+        self.kept[key] = str(int(self.kept.get(key, "0")) + number)
+        return int(self.kept[key])
+
+
+def test_hosts_agree_on_the_name_of_their_job_by_a_store_of_etcd() -> None:
+    assert "compare_set" not in vars(EtcdStore)
+    store = StoreOfEtcd()
+    handlers = [SimpleNamespace(_store=store, get_run_id=lambda: "job") for _ in range(2)]
+    first, second = map(elastic_compat.name_job, handlers)
+    assert first == second and len(first) == 16
