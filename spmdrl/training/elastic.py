@@ -43,9 +43,9 @@ class SizeChange:
         words = [sizes, *members(*self.hosts)]
         wrong = "; ".join(self.passed)
         if self.step is None:
-            why = wrong or "no host has one"
             rest = f"goes on from {self.disk}" if self.disk else "begins where the run began"
-            return f"elastic: {', '.join(words)}; no checkpoint in memory is whole ({why}): {rest}"
+            why = f"is whole ({wrong})" if wrong else "is of a later step"
+            return f"elastic: {', '.join(words)}; no checkpoint in memory {why}: {rest}"
         seconds = self.age_s + time.monotonic() - self.found_at
         told = f"elastic: {', '.join(words)}; goes on from step {self.step} in memory"
         return told + (f" (passed over: {wrong})" if wrong else "") + f", {seconds:.0f} s"

@@ -50,8 +50,7 @@ def test_a_change_is_one_line():
         "written): goes on from run/checkpoints/step_00000030"
     )
     assert replace(disk, disk=None, passed=()).line() == (
-        "elastic: 2 ranks; no checkpoint in memory is whole (no host has one): begins where the "
-        "run began"
+        "elastic: 2 ranks; no checkpoint in memory is of a later step: begins where the run began"
     )
 
 
