@@ -20,8 +20,12 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.run import main as torchrun
 
 from spmdrl.distributed import elastic_compat
@@ -255,6 +259,23 @@ def why_not_open(error: DistNetworkError, arguments: list[str]) -> str:
     )
 
 
+def why_not_met(error: RendezvousError, watch: Watch, arguments: list[str]) -> str:
+    """Says why the hosts did not meet, or not again; torch's errors are often without a word."""
+    options = elastic_compat.parse_options(arguments)
+    if isinstance(error, RendezvousTimeoutError):
+        return (
+            f"fewer hosts came to the rendezvous than --nnodes {options.nnodes} asks for, within "
+            "the time limit (600 s, or join_timeout of --rdzv-conf)"
+        )
+    if isinstance(error, RendezvousClosedError) and watch.agent is None:
+        return (
+            "the rendezvous was closed when this host came: the job has ended, or an earlier one "
+            f"has used the same store with the same --rdzv-id ({options.rdzv_id}). Give another "
+            "--rdzv-id on all hosts, or start the store anew"
+        )
+    return str(error) or "the launcher of another node has ended; its output says why"
+
+
 def wait_for_head(host: str, port: int) -> None:
     """Waits until the head listens. Raises RendezvousConnectionError after HEAD_S."""
     end = time.monotonic() + HEAD_S
@@ -325,7 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
     except SignalException as error:
         return watch.code_after(error.sigval)
     except RendezvousError as error:
-        say(str(error) or "the launcher of another node has ended; its output says why")
+        say(why_not_met(error, watch, arguments))
         return FAILED
     except DistNetworkError as error:
         say(why_not_open(error, arguments))

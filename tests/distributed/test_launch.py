@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from spmdrl.distributed import launcher
 from spmdrl.distributed.launcher import HeldPorts
@@ -35,7 +36,7 @@ sys.exit(0 if how == "works" else 7)
 
 def launch(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     (folder / "rank.py").write_text(RANK)
-    (folder / "tmp").mkdir()
+    (folder / "tmp").mkdir(exist_ok=True)
     return subprocess.run(
         [sys.executable, "-m", "spmdrl.launch", *arguments], cwd=folder, text=True, timeout=90,
         capture_output=True, check=False,
@@ -84,6 +85,24 @@ def test_hosts_that_come_and_go_need_a_rendezvous_that_knows_them(tmp_path, caps
     assert "--nnodes 1:2 is for hosts that come and go, which --rdzv-backend static" in said
     for options in (["--nnodes", "2"], ["--nnodes", "1:2", "--rdzv-backend", "c10d"]):
         assert launcher.why_not_elastic([*options, "rank.py"]) == ""
+
+
+@pytest.mark.ranks
+def test_a_second_job_on_the_same_store_hears_why_it_cannot_meet(tmp_path):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = [
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-conf",
+        "is_host=0,last_call_timeout=1", "--nproc-per-node", "1", "rank.py", "works",
+    ]  # fmt: skip
+    first, second = (
+        launch(tmp_path, "--nnodes", "1:2", "--rdzv-id", "same", *meet) for _ in range(2)
+    )
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 1 and "Traceback" not in second.stderr, second.stderr
+    assert "has used the same store with the same --rdzv-id (same)" in second.stderr
+    options = ["--nnodes", "3", "rank.py"]
+    late = launcher.why_not_met(RendezvousTimeoutError(), launcher.Watch(), options)
+    assert late.startswith("fewer hosts came to the rendezvous than --nnodes 3 asks for")
 
 
 def test_a_held_port_is_nobody_else_s_and_a_store_may_open_it():
