@@ -47,7 +47,8 @@ class HostMemory:
         self.folder = aside.rename(root / aside.name.removeprefix("."))
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            remove(self.folder)
         os.close(self.lock)
 
 
@@ -60,13 +61,26 @@ def forget_other_job() -> None:
 
 def remove_if_left(folder: Path) -> None:
     """Removes the folder unless a launcher has it: the kernel frees the lock of one that is
-    gone."""
-    lock = os.open(folder / LOCK, os.O_RDWR)
+    gone. Without a lock ranks have made it again that outlived their launcher.
+    """
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        remove(folder)
+        return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
+        remove(folder)
     finally:
         os.close(lock)
+
+
+def remove(folder: Path) -> None:
+    """Removes the folder, and its lock last: one that is killed meanwhile leaves it to the next."""
+    for path in folder.iterdir():
+        if path.name != LOCK:
+            shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder)
 
 
 class Membership:

@@ -39,6 +39,26 @@ def test_memory_goes_with_its_launcher_or_with_the_next_one(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_was_half_removed_goes_with_the_next_launcher(tmp_path, monkeypatch):
+    """A second signal came while gigabytes were freed, or ranks wrote on after their launcher."""
+    memory = HostMemory(tmp_path)
+    Path(memory.folder, "step").mkdir()
+    Path(tmp_path, "spmdrl_memory_of_ranks", "step").mkdir(parents=True)
+
+    def interrupted(path: Path, **options: bool) -> None:
+        Path(path, "lock").unlink(missing_ok=True)  # a folder's entries go in any order
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(membership.shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            memory.close()
+    os.close(memory.lock)  # as at its process's end
+    after = HostMemory(tmp_path)
+    assert list(tmp_path.iterdir()) == [after.folder]
+    after.close()
+
+
 class Rendezvous:
     """As much of a handler as is asked."""
 
@@ -90,7 +110,6 @@ def test_the_loss_of_a_host_costs_no_restart(tmp_path, monkeypatch):
         left.append(agent._remaining_restarts)
     # the third was a failure, the fourth left in order, and the last was replaced
     assert left == [1, 2, 2, 2, 3]
-
 
 
 def test_ranks_that_ended_in_order_keep_their_code_where_the_store_is_gone(tmp_path, monkeypatch):
