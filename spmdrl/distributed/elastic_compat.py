@@ -26,6 +26,7 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes
 # torchrun's own, before they are replaced
 _monitor_workers = LocalElasticAgent._monitor_workers
 _start_workers = LocalElasticAgent._start_workers
+_run = LocalElasticAgent.run
 
 LEAVE_S = 5.0  # for the rendezvous to note that a host leaves
 
@@ -80,6 +81,25 @@ def announce_stops(hear: Callable[[], None]) -> None:
 
     replaced: Any = LocalElasticAgent
     replaced._stop_workers = stop
+
+
+class NotNeeded(Exception):
+    """The job has ended while this host waited for a place in it, beyond the most that it takes."""
+
+
+def tell_hosts_that_are_not_needed() -> None:
+    """Has agents raise NotNeeded, where torchrun's would end with an AttributeError of its own.
+    Replaces LocalElasticAgent.run, which then returns None in place of a RunResult.
+    """
+
+    def run(agent: Any, *args: Any) -> Any:
+        result = _run(agent, *args)
+        if result is None:
+            raise NotNeeded
+        return result
+
+    replaced: Any = LocalElasticAgent
+    replaced.run = run
 
 
 def is_dynamic(handler: Any) -> bool:

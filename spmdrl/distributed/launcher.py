@@ -331,6 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
     watch = Watch()
     elastic_compat.replace_monitor(watch)
     elastic_compat.replace_free_port(HeldPorts())
+    elastic_compat.tell_hosts_that_are_not_needed()
     be_quiet()
     # a locale that lacks a letter of a path or a prompt must not matter to the ranks
     os.environ.setdefault("PYTHONUTF8", "1")
@@ -348,6 +349,8 @@ def main(arguments: list[str] | None = None) -> int:
     except RendezvousError as error:
         say(why_not_met(error, watch, arguments))
         return FAILED
+    except elastic_compat.NotNeeded:
+        say("the job has ended; this host waited for a place in it, and none became free")
     except DistNetworkError as error:
         say(why_not_open(error, arguments))
         return FAILED

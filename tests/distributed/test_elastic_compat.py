@@ -13,6 +13,7 @@ from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous import api as rendezvous_api
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -28,10 +29,12 @@ def torchrun_as_it_was() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     free_port = rendezvous_api.get_free_port
     starts = LocalElasticAgent._start_workers, LocalElasticAgent._stop_workers
+    run = LocalElasticAgent.run
     yield
     elastic_compat.replace_monitor(elastic_compat.observe_ranks)
     elastic_compat.replace_free_port(free_port)
     LocalElasticAgent._start_workers, LocalElasticAgent._stop_workers = starts
+    LocalElasticAgent.run = run
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -152,6 +155,20 @@ def test_torchrun_still_lets_a_host_leave() -> None:
     elastic_compat.replace_monitor(monitor)
     launch("true")
     assert left == [0]
+
+
+def test_torchrun_still_returns_nothing_where_a_host_was_not_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def closed(agent: Any, role: str) -> None:
+        raise RendezvousGracefulExitError("The rendezvous is closed")
+
+    monkeypatch.setattr(LocalElasticAgent, "_invoke_run", closed)
+    with pytest.raises(AttributeError, match="is_failed"):  # torchrun's own
+        launch("true")
+    elastic_compat.tell_hosts_that_are_not_needed()
+    with pytest.raises(elastic_compat.NotNeeded):
+        launch("true")
 
 
 class StoreOfEtcd(Store):
