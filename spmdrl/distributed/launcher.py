@@ -64,6 +64,7 @@ class Watch:
             self.guard.start()
         self.seen_at = now = time.monotonic()
         seen = elastic_compat.observe_ranks(agent, group)
+        self.seen_at = time.monotonic()  # it waits for the ranks beside one that has ended
         self._decide_restart(agent, exit_code_of(seen.failures))
         several = seen.state == WorkerState.HEALTHY and group.group_world_size > 1
         if several and group.spec.rdzv_handler.is_closed():

@@ -6,7 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ranks import free_port
@@ -85,6 +87,23 @@ def test_hosts_that_come_and_go_need_a_rendezvous_that_knows_them(tmp_path, caps
     assert "--nnodes 1:2 is for hosts that come and go, which --rdzv-backend static" in said
     for options in (["--nnodes", "2"], ["--nnodes", "1:2", "--rdzv-backend", "c10d"]):
         assert launcher.why_not_elastic([*options, "rank.py"]) == ""
+
+
+def test_a_launcher_that_asks_who_joins_is_not_taken_for_one_that_is_held_up(monkeypatch):
+    """Its ranks took their time to end: that is not to count."""
+    watch, failure = launcher.Watch(), SimpleNamespace(exitcode=75, timestamp=1)
+
+    def observe(agent, group):
+        time.sleep(0.3)
+        return SimpleNamespace(failures={0: failure}, state=None)
+
+    idle = []
+    member = SimpleNamespace(goes_on=lambda: idle.append(time.monotonic() - watch.seen_at))
+    monkeypatch.setattr(launcher.elastic_compat, "observe_ranks", observe)
+    monkeypatch.setattr(watch, "_guard", lambda *args: None)
+    watch.membership = member
+    watch(SimpleNamespace(), None)
+    assert idle[0] < 0.2
 
 
 @pytest.mark.ranks
