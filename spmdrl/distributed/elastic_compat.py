@@ -27,6 +27,7 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes
 _monitor_workers = LocalElasticAgent._monitor_workers
 _start_workers = LocalElasticAgent._start_workers
 _run = LocalElasticAgent.run
+_shutdown = DynamicRendezvousHandler.shutdown
 
 LEAVE_S = 5.0  # for the rendezvous to note that a host leaves
 
@@ -140,6 +141,21 @@ def leave_rendezvous(handler: Any) -> None:
     """
     handler._stop_heartbeats()
     handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + LEAVE_S)
+
+
+def replace_shutdown(shut_down: Callable[[Any], bool]) -> None:
+    """Has the launcher call shut_down(handler) when it ends, except by a signal. Replaces
+    DynamicRendezvousHandler.shutdown.
+    """
+    replaced: Any = DynamicRendezvousHandler
+    replaced.shutdown = lambda handler: shut_down(handler)
+
+
+def close_rendezvous(handler: Any) -> bool:
+    """Closes the rendezvous for all hosts, as torchrun does when a launcher ends. Calls the
+    original DynamicRendezvousHandler.shutdown.
+    """
+    return _shutdown(handler)
 
 
 def rank_processes(agent: Any) -> list[Any]:

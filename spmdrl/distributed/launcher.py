@@ -66,6 +66,8 @@ class Watch:
         seen = elastic_compat.observe_ranks(agent, group)
         self.seen_at = time.monotonic()  # it waits for the ranks beside one that has ended
         self._decide_restart(agent, exit_code_of(seen.failures))
+        if seen.state == WorkerState.SUCCEEDED and self.membership is not None:
+            self.membership.ends_job = True
         several = seen.state == WorkerState.HEALTHY and group.group_world_size > 1
         if several and group.spec.rdzv_handler.is_closed():
             self.closed_at = self.closed_at or now
@@ -75,14 +77,22 @@ class Watch:
 
     def _decide_restart(self, agent: Any, code: int) -> None:
         """code: of the rank that failed first; 0: none has. Hosts that join or leave cost none of
-        the restarts.
+        the restarts, and neither do those that come with a mistake and leave again.
         """
         member = self.membership
-        if code == REQUEUE and member is not None and member.goes_on():
+        if member is not None and (
+            (code == REQUEUE and member.goes_on())
+            or (code == BAD_CONFIG and member.refuses_newcomers())
+        ):
             elastic_compat.allow_restart(agent)
             self.seen_at = time.monotonic()
+        elif code == BAD_CONFIG and member is not None and member.is_new:
+            say("this host leaves the job that it came to, which does not start with it (code 2)")
+            elastic_compat.forbid_restarts(agent)
         elif code in FINAL:
             elastic_compat.forbid_restarts(agent)
+            if member is not None:
+                member.ends_job = True
         elif code and member is not None:
             member.failed = True
 
@@ -189,6 +199,7 @@ def member_of_job(arguments: list[str], watch: Watch) -> Iterator[None]:
     watch.membership = member = Membership(nnodes, Path(watch.folder))
     elastic_compat.announce_starts(member.before_start)
     elastic_compat.announce_stops(member.before_stop)
+    elastic_compat.replace_shutdown(member.shut_down)
     try:
         yield
     except SignalException:

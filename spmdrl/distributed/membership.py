@@ -95,7 +95,10 @@ class Membership:
         self.change = Path(folder, "change")
         self.handler: Any = None
         self.members: frozenset[Any] = frozenset()  # hosts when the ranks were last started
+        self.is_new = False  # this host came to a job that was under way, and has met others once
+        self.newcomers: frozenset[Any] = frozenset()  # hosts that came at the last meeting
         self.failed = False  # the ranks ended by a failure, for which a restart was taken
+        self.ends_job = False  # when this launcher ends, so do those of the other hosts
         # without it a job has no checkpoints in memory, and says so where they are asked for
         self.memory = HostMemory(SHARED_MEMORY) if os.access(SHARED_MEMORY, os.W_OK) else None
         os.environ[NNODES] = f"{nnodes[0]}:{nnodes[1]}"
@@ -109,9 +112,12 @@ class Membership:
         self.handler = handler = group.spec.rdzv_handler
         if not elastic_compat.is_dynamic(handler):
             return
-        os.environ[ROUND] = str(elastic_compat.rendezvous_round(handler))
+        met_before = elastic_compat.rendezvous_round(handler)
+        os.environ[ROUND] = str(met_before)
         os.environ[JOB] = elastic_compat.name_job(handler)
-        members = elastic_compat.members(handler)
+        members, is_first = elastic_compat.members(handler), not self.members
+        self.is_new = is_first and met_before > 0
+        self.newcomers = frozenset() if is_first else members - self.members
         if self.failed and self.members - members:
             elastic_compat.allow_restart(agent)  # it was the loss of a host, perhaps replaced
         self.members, self.failed = members, False
@@ -121,6 +127,22 @@ class Membership:
         # what cleans the temporary folder takes one that stood untouched for days
         self.change.parent.mkdir(parents=True, exist_ok=True)
         self.change.touch()
+
+    def refuses_newcomers(self) -> bool:
+        """Whether ranks that have ended for a mistake in the config are to be started again, since
+        it may be that of hosts that have come: these leave, which is waited for.
+        """
+        return bool(self.newcomers) and self.goes_on()
+
+    def shut_down(self, handler: Any) -> bool:
+        """Is called when this launcher ends, but for a signal. Unless the job ends, which the other
+        hosts are to know, it leaves them.
+        """
+        if self.ends_job or not self.is_elastic:
+            return elastic_compat.close_rendezvous(handler)
+        with suppress(RendezvousError):
+            elastic_compat.leave_rendezvous(handler)
+        return True
 
     def goes_on(self) -> bool:
         """Whether ranks that have ended in order, with code 75, are to be started again: hosts have

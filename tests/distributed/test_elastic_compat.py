@@ -15,6 +15,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous import api as rendezvous_api
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
@@ -29,12 +30,12 @@ def torchrun_as_it_was() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     free_port = rendezvous_api.get_free_port
     starts = LocalElasticAgent._start_workers, LocalElasticAgent._stop_workers
-    run = LocalElasticAgent.run
+    run, shutdown = LocalElasticAgent.run, DynamicRendezvousHandler.shutdown
     yield
     elastic_compat.replace_monitor(elastic_compat.observe_ranks)
     elastic_compat.replace_free_port(free_port)
     LocalElasticAgent._start_workers, LocalElasticAgent._stop_workers = starts
-    LocalElasticAgent.run = run
+    LocalElasticAgent.run, DynamicRendezvousHandler.shutdown = run, shutdown
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -155,6 +156,20 @@ def test_torchrun_still_lets_a_host_leave() -> None:
     elastic_compat.replace_monitor(monitor)
     launch("true")
     assert left == [0]
+
+
+def test_torchrun_still_asks_the_handler_to_shut_down() -> None:
+    closed: list[bool] = []
+
+    def shut_down(handler: Any) -> bool:
+        closed.append(handler.is_closed())
+        elastic_compat.close_rendezvous(handler)
+        closed.append(handler.is_closed())
+        return True
+
+    elastic_compat.replace_shutdown(shut_down)
+    launch("true")
+    assert closed == [False, True]
 
 
 def test_torchrun_still_returns_nothing_where_a_host_was_not_needed(

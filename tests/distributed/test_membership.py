@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from spmdrl.distributed import elastic_compat, membership
+from spmdrl.distributed import elastic_compat, launcher, membership
 from spmdrl.distributed.elastic_job import ElasticJob
 from spmdrl.distributed.membership import HostMemory, Membership
 
@@ -124,3 +124,38 @@ def test_ranks_that_ended_in_order_keep_their_code_where_the_store_is_gone(tmp_p
     monkeypatch.setattr(rendezvous, "num_nodes_waiting", gone)
     member.handler, member.members = rendezvous, frozenset(range(2))
     assert not member.goes_on()
+
+
+def test_hosts_that_come_with_a_mistake_leave_and_the_others_start_again(tmp_path, monkeypatch):
+    """Ranks end with code 2 at the meeting with "c", and again at the next one without it."""
+    monkeypatch.setattr(membership, "SETTLE_S", 0.3)
+    monkeypatch.setattr(membership, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    told = []
+    for name, answer in (("is_dynamic", True), ("rendezvous_round", 1), ("name_job", "job")):
+        monkeypatch.setattr(elastic_compat, name, lambda handler, answer=answer: answer)
+    for name in ("close_rendezvous", "leave_rendezvous"):
+        monkeypatch.setattr(elastic_compat, name, lambda handler, name=name: told.append(name))
+
+    def meet(member: Membership, hosts: str) -> Rendezvous:
+        handler = Rendezvous(0, 0)
+        handler._state_holder.state.participants = hosts
+        group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler))
+        member.before_start(SimpleNamespace(_remaining_restarts=0), group)
+        return handler
+
+    def decide(member: Membership) -> int:
+        watch, agent = launcher.Watch(), SimpleNamespace(_remaining_restarts=0)
+        watch.membership = member
+        watch._decide_restart(agent, 2)
+        return agent._remaining_restarts
+
+    here, newcomer = Membership((1, 3), tmp_path), Membership((1, 3), tmp_path)
+    meet(here, "ab")
+    rendezvous = meet(here, "abc")
+    meet(newcomer, "abc")
+    assert decide(newcomer) == 0 and newcomer.shut_down(None) and told == ["leave_rendezvous"]
+    rendezvous._state_holder.state.participants = "ab"  # it has left
+    assert decide(here) == 1
+    meet(here, "ab")
+    assert decide(here) == 0 and not here.shut_down(None) and told[1:] == ["close_rendezvous"]
