@@ -70,15 +70,24 @@ def announce_starts(hear: Callable[[Any, Any], None]) -> None:
     replaced._start_workers = start
 
 
-def announce_stops(hear: Callable[[], None]) -> None:
+class JobDone(Exception):
+    """The ranks that were to be stopped have done all that they had to do."""
+
+
+def announce_stops(hear: Callable[[], None], is_done: Callable[[list[int | None]], bool]) -> None:
     """Has every agent call hear() before it stops its ranks to start them again, for which they
-    have the time of --shutdown-timeout; torchrun would kill them after 30 s. Replaces
-    LocalElasticAgent._stop_workers, which calls _shutdown; reads _shutdown_timeout.
+    have the time of --shutdown-timeout; torchrun would kill them after 30 s. Where is_done(their
+    exit codes) it raises JobDone, as soon as the other hosts' ranks are done too. Replaces
+    LocalElasticAgent._stop_workers, which calls _shutdown; reads _shutdown_timeout, and calls
+    _exit_barrier.
     """
 
     def stop(agent: Any, _: Any) -> None:
         hear()
         agent._shutdown(timeout=agent._shutdown_timeout)
+        if is_done([rank.poll() for rank in rank_processes(agent)]):
+            agent._exit_barrier()
+            raise JobDone
 
     replaced: Any = LocalElasticAgent
     replaced._stop_workers = stop

@@ -198,7 +198,7 @@ def member_of_job(arguments: list[str], watch: Watch) -> Iterator[None]:
     assert watch.folder is not None
     watch.membership = member = Membership(nnodes, Path(watch.folder))
     elastic_compat.announce_starts(member.before_start)
-    elastic_compat.announce_stops(member.before_stop)
+    elastic_compat.announce_stops(member.before_stop, member.is_done)
     elastic_compat.replace_shutdown(member.shut_down)
     try:
         yield
@@ -206,6 +206,8 @@ def member_of_job(arguments: list[str], watch: Watch) -> Iterator[None]:
         with suppress(RendezvousError):  # it may be gone already
             member.leave()
         raise
+    except elastic_compat.JobDone:
+        pass  # a host has come too late
     finally:
         watch.membership = None
         member.close()

@@ -128,6 +128,13 @@ class Membership:
         self.change.parent.mkdir(parents=True, exist_ok=True)
         self.change.touch()
 
+    def is_done(self, codes: list[int | None]) -> bool:
+        """Whether ranks that were stopped for a host that has come have ended with these codes
+        because the run is over. Then the job ends.
+        """
+        self.ends_job = bool(codes) and all(code == 0 for code in codes)
+        return self.ends_job
+
     def refuses_newcomers(self) -> bool:
         """Whether ranks that have ended for a mistake in the config are to be started again, since
         it may be that of hosts that have come: these leave, which is waited for.

@@ -134,11 +134,25 @@ def test_torchrun_still_tells_when_hosts_have_met_and_ranks_are_stopped(tmp_path
             elastic_compat.allow_restart(agent)
 
     elastic_compat.announce_starts(on_start)
-    elastic_compat.announce_stops(lambda: heard.append("stop"))
+    elastic_compat.announce_stops(lambda: heard.append("stop"), lambda codes: False)
     launch(f"echo x >> {tmp_path}/$RANK; test $(wc -l < {tmp_path}/$RANK) = 3", max_restarts=1)
     (first, name), stop, (second, same), again, (third, _) = heard
     assert [first, second, third] == [0, 1, 2] and name == same and len(name) == 16
     assert stop == again == "stop"
+
+
+def test_torchrun_still_stops_ranks_that_may_turn_out_to_be_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A host comes while they end: none of them is started again."""
+    waiting = lambda handler: int(Path(tmp_path, "0").exists() and Path(tmp_path, "1").exists())  # noqa: E731
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", waiting)
+    ended: list[Any] = []
+    elastic_compat.announce_stops(lambda: None, lambda codes: not ended.append(codes))
+    with pytest.raises(elastic_compat.JobDone):
+        launch(f"trap 'exit 0' TERM; echo x >> {tmp_path}/$RANK; while :; do sleep 0.1; done")
+    assert [Path(tmp_path, rank).read_text() for rank in "01"] == ["x\n"] * 2
+    assert ended == [[0, 0]]
 
 
 def test_torchrun_still_lets_a_host_leave() -> None:

@@ -147,3 +147,16 @@ def test_a_host_that_comes_with_another_config_leaves_again(network, qwen3, tmp_
     assert "the config differs between ranks" in sides[0].text() + sides[1].text()
     assert "this host leaves the job that it came to" in sides[1].text()
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
+def test_a_host_that_comes_in_the_last_step_finds_the_job_done(network, qwen3, tmp_path):
+    set_up(tmp_path, qwen3, until=STEPS - 1)
+    left, right = network.hosts["left"], network.hosts["right"]
+    sides = [start(left, tmp_path, left.address, *SETTINGS)]
+    wait_for(f"step {STEPS - 1}/", sides)
+    sides.append(start(right, tmp_path, left.address, *SETTINGS))
+    wait_for("SIGTERM: the run stops after this step", sides)
+    open_gate(tmp_path, STEPS)
+    assert [side.wait(90) for side in sides] == [0, 1], sides[0].text()[-5000:]
+    assert sides[0].text().count("Finished: ") == 1
+    assert "the rendezvous was closed when this host came: the job has ended" in sides[1].text()
