@@ -287,6 +287,11 @@ def why_not_met(error: RendezvousError, watch: Watch, arguments: list[str]) -> s
             f"has used the same store with the same --rdzv-id ({options.rdzv_id}). Give another "
             "--rdzv-id on all hosts, or start the store anew"
         )
+    if isinstance(error, RendezvousConnectionError) and "inner exception" in str(error):
+        return (
+            f"the store of the rendezvous ({options.rdzv_endpoint}) does not answer any more: the "
+            "job has ended, or the host that has the store is lost"
+        )
     return str(error) or "the launcher of another node has ended; its output says why"
 
 

@@ -159,4 +159,4 @@ def test_a_host_that_comes_in_the_last_step_finds_the_job_done(network, qwen3, t
     open_gate(tmp_path, STEPS)
     assert [side.wait(90) for side in sides] == [0, 1], sides[0].text()[-5000:]
     assert sides[0].text().count("Finished: ") == 1
-    assert "the rendezvous was closed when this host came: the job has ended" in sides[1].text()
+    assert "the job has ended" in sides[1].text()  # its store may be gone by then, or closed

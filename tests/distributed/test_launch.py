@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from ranks import free_port
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from spmdrl.distributed import launcher
 from spmdrl.distributed.launcher import HeldPorts
@@ -122,6 +122,9 @@ def test_a_second_job_on_the_same_store_hears_why_it_cannot_meet(tmp_path):
     options = ["--nnodes", "3", "rank.py"]
     late = launcher.why_not_met(RendezvousTimeoutError(), launcher.Watch(), options)
     assert late.startswith("fewer hosts came to the rendezvous than --nnodes 3 asks for")
+    gone = RendezvousConnectionError("The connection has failed. See inner exception for details.")
+    told = launcher.why_not_met(gone, launcher.Watch(), ["--rdzv-endpoint", "a:1", "rank.py"])
+    assert told.startswith("the store of the rendezvous (a:1) does not answer any more")
 
 
 def test_a_held_port_is_nobody_else_s_and_a_store_may_open_it():
