@@ -10,6 +10,8 @@
 #   RANKS_PER_NODE  default: one per GPU
 #   SPMDRL_PROGRAM  what runs, default spmdrl.ppo; spmdrl.sft, spmdrl.preference, spmdrl.reward_model
 #   MAX_RESTARTS    failures of ranks after which all ranks are started again, default 0
+#   RDZV_ID         the job's name at its rendezvous, default spmdrl-HEAD: another one for each job
+#                   where HEAD keeps its store from job to job
 #   GRACE_S         seconds a step and its checkpoint may take after SIGTERM or Ctrl-C, default 25
 #   LOG_DIR         for a file per rank and stream in LOG_DIR/<host>/; default: none
 #
@@ -18,7 +20,7 @@
 set -euo pipefail
 
 if [ $# -lt 3 ]; then
-    sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,19s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 nodes=$1 head=$2 config=$3
@@ -49,6 +51,6 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
 
 exec python -m spmdrl.launch \
     --nnodes "$nodes" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}" \
-    --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "spmdrl-$head" \
+    --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "${RDZV_ID:-spmdrl-$head}" \
     --shutdown-timeout $((${grace_s%.*} + 20)) "${log_options[@]}" \
     -m "${SPMDRL_PROGRAM:-spmdrl.ppo}" --config "$config" --checkpoint.grace_s "$grace_s" "$@"

@@ -71,8 +71,11 @@ def bytes_left_over(root: Path) -> int:
     """Counts the bytes that a run that was killed while it saved has left, which the next start
     removes.
     """
-    left = [folder for kind in ("tmp", "trash") for folder in root.glob(f"step_*.{kind}")]
-    return sum(f.stat().st_size for folder in left for f in folder.rglob("*") if f.is_file())
+    return sum(bytes_in(f) for kind in ("tmp", "trash") for f in root.glob(f"step_*.{kind}"))
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def temporary_folder() -> Path:

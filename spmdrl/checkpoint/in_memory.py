@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spmdrl.checkpoint.disk_space import free_bytes, mib
-from spmdrl.checkpoint.format import Digest, commit, damaged_file, share_of, steps_in
+from spmdrl.checkpoint.disk_space import free_bytes, mib, writing
+from spmdrl.checkpoint.format import Digest, commit, damaged_file, recover, share_of, steps_in
 from spmdrl.config import ConfigError
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import together
@@ -108,10 +108,38 @@ def read_piece(folder: Path, piece: Piece) -> torch.Tensor:
 def write_piece(folder: Path, piece: Piece, data: torch.Tensor) -> None:
     name, start, count = piece
     path = Path(folder, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("r+b" if start else "wb") as file:
-        file.seek(start)
-        file.write(data.numpy()[:count].data)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("r+b" if start else "wb") as file:
+            file.seek(start)
+            file.write(data.numpy()[:count].data)
+
+
+class Transfer:
+    """The files of one rank in an exchange. Where one cannot be read or written (memory full, say),
+    the first failure is kept and the messages go on: other ranks wait for them, for days.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.failure: OSError | None = None
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """(n,) uint8; zeros after a failure."""
+        if self.failure is None:
+            try:
+                return read_piece(self.folder, piece)
+            except OSError as error:
+                self.failure = error
+        return torch.zeros(max(piece[2], 1), dtype=torch.uint8)
+
+    def write(self, piece: Piece, data: torch.Tensor) -> None:
+        """Does nothing after a failure."""
+        if self.failure is None:
+            try:
+                write_piece(self.folder, piece, data)
+            except OSError as error:
+                self.failure = error
 
 
 def swap(
@@ -120,7 +148,8 @@ def swap(
     """Sends files of `folder` to one rank while another's come into it. Collective over the ring.
 
     sends: path within the folder and size of each. Both go on message by message, so that no rank
-    waits for one that waits for it.
+    waits for one that waits for it. Raises OSError at the end on the rank whose file could not be
+    read or written.
     """
     header = json.dumps(list(sends)).encode()
     length = torch.tensor([len(header)])
@@ -129,15 +158,17 @@ def swap(
     text = torch.empty(int(theirs), dtype=torch.uint8)
     exchange(group, torch.frombuffer(bytearray(header), dtype=torch.uint8), to, text, source)
     receives = [(str(name), int(size)) for name, size in json.loads(text.numpy().tobytes())]
-    outgoing, incoming = pieces_of(sends), pieces_of(receives)
+    outgoing, incoming, files = pieces_of(sends), pieces_of(receives), Transfer(folder)
     for number in range(max(len(outgoing), len(incoming))):
-        out = read_piece(folder, outgoing[number]) if number < len(outgoing) else None
+        out = files.read(outgoing[number]) if number < len(outgoing) else None
         into = None
         if number < len(incoming):
             into = torch.empty(max(incoming[number][2], 1), dtype=torch.uint8)
         exchange(group, out, to, into, source)
         if into is not None:
-            write_piece(folder, incoming[number], into)
+            files.write(incoming[number], into)
+    if files.failure is not None:
+        raise files.failure
 
 
 def exchange(
@@ -224,10 +255,12 @@ def find_in_memory(
     root: Path, hosts: Hosts, group: dist.ProcessGroup, after: int
 ) -> tuple[InMemoryCheckpoint | None, list[str]]:
     """Looks for the newest checkpoint of a step beyond `after` that the hosts have together, and
-    has each host fetch what it lacks of it. Collective.
+    has each host fetch what it lacks of it. What ranks that were killed had not completed goes
+    first, as it would take the room. Collective.
 
     Returns it, and what is wrong with each that was passed over, the same on every rank.
     """
+    together(group, lambda: recover(root) if hosts.is_first_here else None)
     parts = parts_in(root, after) if hosts.is_first_here else {}
     of_ranks: list[dict[int, Part]] = gather_to_all(parts, group)
     passed: list[str] = []
@@ -283,9 +316,12 @@ def fetch(
         return next(filter(None, short))
     together(group, lambda: begin(folder, manifest) if hosts.is_first_here else None)
     transfers = list(transfers_of(sizes, held, hosts))
-    together(group, lambda: run_transfers(folder, transfers, hosts.rank, group))
+    failure = together(group, lambda: run_transfers(folder, transfers, hosts.rank, group))
     arrived = [name for (name, _), _, to in transfers if to == hosts.rank]
-    wrong = [text for name in arrived if (text := damaged_file(folder, name, manifest[name]))]
+    if failure is not None:
+        wrong = [str(failure)]
+    else:
+        wrong = [text for name in arrived if (text := damaged_file(folder, name, manifest[name]))]
     torn = [text for texts in gather_to_all(wrong, group) for text in texts]
     return torn[0] if torn else None
 
@@ -330,14 +366,17 @@ def transfers_of(
 def run_transfers(
     folder: Path, transfers: Sequence[tuple[tuple[str, int], int, int]], rank: int,
     group: dist.ProcessGroup,
-) -> None:  # fmt: skip
+) -> OSError | None:  # fmt: skip
+    """Sends and receives what is this rank's of it. Returns its first failure to read or write."""
+    files = Transfer(folder)
     for file, source, to in transfers:
         if rank not in (source, to):
             continue
         for piece in pieces_of([file]):
             if rank == source:
-                group.send([read_piece(folder, piece)], to, TAG).wait()
+                group.send([files.read(piece)], to, TAG).wait()
             else:
                 data = torch.empty(max(piece[2], 1), dtype=torch.uint8)
                 group.recv([data], source, TAG).wait()
-                write_piece(folder, piece, data)
+                files.write(piece, data)
+    return files.failure

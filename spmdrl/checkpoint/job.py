@@ -36,6 +36,20 @@ def job() -> str:
     return f"{socket.gethostname()} {os.getppid()} {started_at}"
 
 
+def is_of_this_job(before: dict[str, Any]) -> bool:
+    """Whether a job.json with this content was written in this job.
+
+    Hosts of an elastic job may be of several Slurm jobs, and several jobs may run one after the
+    other in one of Slurm: spmdrl.launch knows better. A job that Slurm requeued has new launchers.
+    """
+    name, wrote = os.environ.get(JOB), before.get("launcher")
+    if name is not None and name == wrote:
+        return True
+    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    both_known = name is not None and wrote is not None
+    return before["job"] == job() and (requeued or not both_known)
+
+
 def restarts(topology: Topology) -> int:
     """Returns how often the ranks were started before in this job. Collective.
 
@@ -71,8 +85,8 @@ def read_job(path: Path) -> tuple[int | None, str | None]:
     """(the step after which this job's run began, what is wrong with the file)."""
     try:
         before = json.loads(path.read_text())
-        return (int(before["began_at"]) if before["job"] == job() else None), None
-    except (ValueError, KeyError, TypeError) as error:
+        return (int(before["began_at"]) if is_of_this_job(before) else None), None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return None, (
             f"{path} cannot be read ({type(error).__name__}: {error}), and this run was started "
             "again: whether the checkpoints there are its own cannot be told. Remove the file and "
@@ -82,6 +96,6 @@ def read_job(path: Path) -> tuple[int | None, str | None]:
 
 def write_job(run_dir: Path, began: int) -> None:
     """began: the step after which the run began. A restart needs it, also after a power failure."""
-    content = json.dumps({"job": job(), "began_at": began})
+    content = json.dumps({"job": job(), "launcher": os.environ.get(JOB), "began_at": began})
     with writing(Path(run_dir, "job.json")):
         replace_synced(Path(run_dir, "job.json"), content.encode())

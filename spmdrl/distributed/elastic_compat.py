@@ -26,6 +26,8 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes
 # torchrun's own, before they are replaced
 _monitor_workers = LocalElasticAgent._monitor_workers
 _start_workers = LocalElasticAgent._start_workers
+_run = LocalElasticAgent.run
+_shutdown = DynamicRendezvousHandler.shutdown
 
 LEAVE_S = 5.0  # for the rendezvous to note that a host leaves
 
@@ -68,18 +70,46 @@ def announce_starts(hear: Callable[[Any, Any], None]) -> None:
     replaced._start_workers = start
 
 
-def announce_stops(hear: Callable[[], None]) -> None:
+class JobDone(Exception):
+    """The ranks that were to be stopped have done all that they had to do."""
+
+
+def announce_stops(hear: Callable[[], None], is_done: Callable[[list[int | None]], bool]) -> None:
     """Has every agent call hear() before it stops its ranks to start them again, for which they
-    have the time of --shutdown-timeout; torchrun would kill them after 30 s. Replaces
-    LocalElasticAgent._stop_workers, which calls _shutdown; reads _shutdown_timeout.
+    have the time of --shutdown-timeout; torchrun would kill them after 30 s. Where is_done(their
+    exit codes) it raises JobDone, as soon as the other hosts' ranks are done too. Replaces
+    LocalElasticAgent._stop_workers, which calls _shutdown; reads _shutdown_timeout, and calls
+    _exit_barrier.
     """
 
     def stop(agent: Any, _: Any) -> None:
         hear()
         agent._shutdown(timeout=agent._shutdown_timeout)
+        if is_done([rank.poll() for rank in rank_processes(agent)]):
+            agent._exit_barrier()
+            raise JobDone
 
     replaced: Any = LocalElasticAgent
     replaced._stop_workers = stop
+
+
+class NotNeeded(Exception):
+    """The job has ended while this host waited for a place in it, beyond the most that it takes."""
+
+
+def tell_hosts_that_are_not_needed() -> None:
+    """Has agents raise NotNeeded, where torchrun's would end with an AttributeError of its own.
+    Replaces LocalElasticAgent.run, which then returns None in place of a RunResult.
+    """
+
+    def run(agent: Any, *args: Any) -> Any:
+        result = _run(agent, *args)
+        if result is None:
+            raise NotNeeded
+        return result
+
+    replaced: Any = LocalElasticAgent
+    replaced.run = run
 
 
 def is_dynamic(handler: Any) -> bool:
@@ -94,19 +124,23 @@ def rendezvous_round(handler: Any) -> int:
     return int(handler._state_holder.state.round)
 
 
-def num_members(handler: Any) -> int:
-    """Returns how many hosts have met and have not left, as the handler knew when it last asked the
-    rendezvous; num_nodes_waiting asks it. Reads the handler's _state_holder.
+def members(handler: Any) -> frozenset[Any]:
+    """Returns the hosts that have met and have not left, as the handler knew when it last asked the
+    rendezvous; num_nodes_waiting asks it. A launcher is the same member for as long as it lives.
+    Reads the handler's _state_holder.
     """
-    return len(handler._state_holder.state.participants)
+    return frozenset(handler._state_holder.state.participants)
 
 
 def name_job(handler: Any) -> str:
     """Returns a name that all hosts of this rendezvous agree on, now and later: what the first that
-    asks draws. Uses the handler's _store.
+    asks draws. Uses the handler's _store, of which every kind has these methods; that of etcd-v2
+    has no compare_set.
     """
-    key = f"spmdrl/job/{handler.get_run_id()}"
-    return bytes(handler._store.compare_set(key, "", secrets.token_hex(8))).decode()
+    key, store = f"spmdrl/job/{handler.get_run_id()}", handler._store
+    if store.add(f"{key}/asked", 1) == 1:
+        store.set(key, secrets.token_hex(8))
+    return bytes(store.get(key)).decode()
 
 
 def leave_rendezvous(handler: Any) -> None:
@@ -116,6 +150,21 @@ def leave_rendezvous(handler: Any) -> None:
     """
     handler._stop_heartbeats()
     handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + LEAVE_S)
+
+
+def replace_shutdown(shut_down: Callable[[Any], bool]) -> None:
+    """Has the launcher call shut_down(handler) when it ends, except by a signal. Replaces
+    DynamicRendezvousHandler.shutdown.
+    """
+    replaced: Any = DynamicRendezvousHandler
+    replaced.shutdown = lambda handler: shut_down(handler)
+
+
+def close_rendezvous(handler: Any) -> bool:
+    """Closes the rendezvous for all hosts, as torchrun does when a launcher ends. Calls the
+    original DynamicRendezvousHandler.shutdown.
+    """
+    return _shutdown(handler)
 
 
 def rank_processes(agent: Any) -> list[Any]:

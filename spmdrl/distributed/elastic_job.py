@@ -14,6 +14,7 @@ JOB = "SPMDRL_JOB"  # a name that is the same on every host and at every start o
 ROUND = "SPMDRL_ROUND"  # how often the hosts have met before in this job
 MEMORY = "SPMDRL_MEMORY_DIR"  # a folder in this host's memory, which outlives the ranks
 CHANGE = "SPMDRL_CHANGE_FILE"  # exists once the launcher has stopped the ranks to meet anew
+VARIABLES = (NNODES, JOB, ROUND, MEMORY, CHANGE)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,12 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.run import main as torchrun
 
 from spmdrl.distributed import elastic_compat
@@ -29,7 +33,7 @@ from spmdrl.distributed import exit as exits
 from spmdrl.distributed.exit import BAD_CONFIG, FAILED, INTERRUPTED, REQUEUE
 from spmdrl.distributed.faults.network import address_towards, addresses_of, interface_of
 from spmdrl.distributed.faults.rendezvous import owner_of, reason_of
-from spmdrl.distributed.membership import RENDEZVOUS, Membership
+from spmdrl.distributed.membership import RENDEZVOUS, Membership, forget_other_job
 
 FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 HEAD_S = 600.0  # as long as torchrun waits for the nodes to meet
@@ -60,7 +64,10 @@ class Watch:
             self.guard.start()
         self.seen_at = now = time.monotonic()
         seen = elastic_compat.observe_ranks(agent, group)
+        self.seen_at = time.monotonic()  # it waits for the ranks beside one that has ended
         self._decide_restart(agent, exit_code_of(seen.failures))
+        if seen.state == WorkerState.SUCCEEDED and self.membership is not None:
+            self.membership.ends_job = True
         several = seen.state == WorkerState.HEALTHY and group.group_world_size > 1
         if several and group.spec.rdzv_handler.is_closed():
             self.closed_at = self.closed_at or now
@@ -70,14 +77,22 @@ class Watch:
 
     def _decide_restart(self, agent: Any, code: int) -> None:
         """code: of the rank that failed first; 0: none has. Hosts that join or leave cost none of
-        the restarts.
+        the restarts, and neither do those that come with a mistake and leave again.
         """
         member = self.membership
-        if code == REQUEUE and member is not None and member.goes_on():
+        if member is not None and (
+            (code == REQUEUE and member.goes_on())
+            or (code == BAD_CONFIG and member.refuses_newcomers())
+        ):
             elastic_compat.allow_restart(agent)
             self.seen_at = time.monotonic()
+        elif code == BAD_CONFIG and member is not None and member.is_new:
+            say("this host leaves the job that it came to, which does not start with it (code 2)")
+            elastic_compat.forbid_restarts(agent)
         elif code in FINAL:
             elastic_compat.forbid_restarts(agent)
+            if member is not None:
+                member.ends_job = True
         elif code and member is not None:
             member.failed = True
 
@@ -176,22 +191,42 @@ def member_of_job(arguments: list[str], watch: Watch) -> Iterator[None]:
     """
     options = elastic_compat.parse_options(arguments)
     nnodes = elastic_compat.parse_num_nodes(options.nnodes)
+    forget_other_job()
     if nnodes[0] == nnodes[1] and not options.max_restarts:
         yield
         return
     assert watch.folder is not None
     watch.membership = member = Membership(nnodes, Path(watch.folder))
     elastic_compat.announce_starts(member.before_start)
-    elastic_compat.announce_stops(member.before_stop)
+    elastic_compat.announce_stops(member.before_stop, member.is_done)
+    elastic_compat.replace_shutdown(member.shut_down)
     try:
         yield
     except SignalException:
         with suppress(RendezvousError):  # it may be gone already
             member.leave()
         raise
+    except elastic_compat.JobDone:
+        pass  # a host has come too late
     finally:
         watch.membership = None
         member.close()
+
+
+def why_not_elastic(arguments: list[str]) -> str:
+    """Says why hosts cannot come and go as --nnodes MIN:MAX asks; "" where they can, or need not.
+
+    The other kinds of rendezvous wait for MAX hosts, and cannot say later who has left.
+    """
+    options = elastic_compat.parse_options(arguments)
+    least, most = elastic_compat.parse_num_nodes(options.nnodes)
+    if least == most or options.standalone or options.rdzv_backend in ("c10d", "etcd-v2"):
+        return ""
+    return (
+        f"--nnodes {options.nnodes} is for hosts that come and go, which --rdzv-backend "
+        f"{options.rdzv_backend} cannot do: add --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
+        "--rdzv-id NAME, the same on each host, or give one number of hosts"
+    )
 
 
 def be_quiet() -> None:
@@ -236,6 +271,28 @@ def why_not_open(error: DistNetworkError, arguments: list[str]) -> str:
         f"port {port} (--master-port, or that of --rdzv-endpoint) is taken{owner_of(port)}: choose "
         f"another, or name none for a run on this machine alone, which takes a free one{said}"
     )
+
+
+def why_not_met(error: RendezvousError, watch: Watch, arguments: list[str]) -> str:
+    """Says why the hosts did not meet, or not again; torch's errors are often without a word."""
+    options = elastic_compat.parse_options(arguments)
+    if isinstance(error, RendezvousTimeoutError):
+        return (
+            f"fewer hosts came to the rendezvous than --nnodes {options.nnodes} asks for, within "
+            "the time limit (600 s, or join_timeout of --rdzv-conf)"
+        )
+    if isinstance(error, RendezvousClosedError) and watch.agent is None:
+        return (
+            "the rendezvous was closed when this host came: the job has ended, or an earlier one "
+            f"has used the same store with the same --rdzv-id ({options.rdzv_id}). Give another "
+            "--rdzv-id on all hosts, or start the store anew"
+        )
+    if isinstance(error, RendezvousConnectionError) and "inner exception" in str(error):
+        return (
+            f"the store of the rendezvous ({options.rdzv_endpoint}) does not answer any more: the "
+            "job has ended, or the host that has the store is lost"
+        )
+    return str(error) or "the launcher of another node has ended; its output says why"
 
 
 def wait_for_head(host: str, port: int) -> None:
@@ -286,11 +343,15 @@ def meet_other_nodes(arguments: list[str]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if problem := why_not_elastic(arguments):
+        say(problem)
+        return BAD_CONFIG
     watch = Watch()
     elastic_compat.replace_monitor(watch)
     elastic_compat.replace_free_port(HeldPorts())
+    elastic_compat.tell_hosts_that_are_not_needed()
     be_quiet()
-    arguments = sys.argv[1:] if arguments is None else arguments
     # a locale that lacks a letter of a path or a prompt must not matter to the ranks
     os.environ.setdefault("PYTHONUTF8", "1")
     # else ranks that are started again read the addresses of those before them
@@ -305,8 +366,10 @@ def main(arguments: list[str] | None = None) -> int:
     except SignalException as error:
         return watch.code_after(error.sigval)
     except RendezvousError as error:
-        say(str(error) or "the launcher of another node has ended; its output says why")
+        say(why_not_met(error, watch, arguments))
         return FAILED
+    except elastic_compat.NotNeeded:
+        say("the job has ended; this host waited for a place in it, and none became free")
     except DistNetworkError as error:
         say(why_not_open(error, arguments))
         return FAILED

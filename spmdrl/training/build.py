@@ -42,8 +42,9 @@ from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.checks.agents import check_agent_data, check_parser
 from spmdrl.training.checks.length import check_steps
-from spmdrl.training.checks.memory_fit import check_memory, rl_planner
+from spmdrl.training.checks.memory_fit import rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
+from spmdrl.training.elastic import check_memory_of_sizes
 from spmdrl.training.language_judge import LanguageJudge, build_judge, shares_ranks
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
@@ -119,7 +120,8 @@ def build(
         config = with_length(config, len(prompts))
         check_steps(config, topology.world)
         if host is None:  # nobody knows what another program's model takes
-            check_memory(config, topology.world, rl_planner(prompts.num_tokens, gpu_gib_here()))
+            planner = rl_planner(prompts.num_tokens, gpu_gib_here())
+            check_memory_of_sizes(config, topology.world, planner, runtime)
     looks = with_replies(looks, config)
     check_kept(config, looks)
     images = batch_images(config, looks, prompts)

@@ -27,9 +27,10 @@ from spmdrl.training.build import (
 from spmdrl.training.checks.agents import agent_lines, check_agent_data, check_parser
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.length import check_steps
-from spmdrl.training.checks.memory_fit import check_memory, rl_planner
+from spmdrl.training.checks.memory_fit import rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.checks.packing import trial_lines
+from spmdrl.training.elastic import check_memory_of_sizes
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Prompt, Sample
@@ -98,7 +99,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     if runtime.is_main:
         plan = describe(config, ranks, num_prompts, lengths, gpu_gib)
         PROGRESS.line("\n".join([shown_config(config, dry.show_config), *lines, plan]))
-    check_memory(config, ranks, rl_planner(lengths, gpu_gib))
+    check_memory_of_sizes(config, ranks, rl_planner(lengths, gpu_gib), runtime)
 
 
 def image_lines(dataset: PromptDataset) -> list[str]:

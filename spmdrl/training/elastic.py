@@ -10,14 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmdrl.checkpoint.disk_space import free_bytes, mib
+from spmdrl.checkpoint.disk_space import bytes_in, free_bytes, mib
 from spmdrl.checkpoint.format import read_run
 from spmdrl.checkpoint.in_memory import Hosts, InMemory, InMemoryCheckpoint, find_in_memory
 from spmdrl.config import ConfigError, RunConfig
-from spmdrl.distributed.agreement import gather_to_all
+from spmdrl.training.checks.memory_fit import Planner, check_memory
 from spmdrl.training.runtime import Runtime
 
 C = TypeVar("C", bound=RunConfig)
@@ -42,9 +43,9 @@ class SizeChange:
         words = [sizes, *members(*self.hosts)]
         wrong = "; ".join(self.passed)
         if self.step is None:
-            why = wrong or "no host has one"
             rest = f"goes on from {self.disk}" if self.disk else "begins where the run began"
-            return f"elastic: {', '.join(words)}; no checkpoint in memory is whole ({why}): {rest}"
+            why = f"is whole ({wrong})" if wrong else "is of a later step"
+            return f"elastic: {', '.join(words)}; no checkpoint in memory {why}: {rest}"
         seconds = self.age_s + time.monotonic() - self.found_at
         told = f"elastic: {', '.join(words)}; goes on from step {self.step} in memory"
         return told + (f" (passed over: {wrong})" if wrong else "") + f", {seconds:.0f} s"
@@ -80,35 +81,47 @@ def hosts_of(runtime: Runtime) -> Hosts:
 
 
 def memory_place(runtime: Runtime) -> InMemory:
-    """Collective. Raises ConfigError where nobody keeps the memory from one start of the ranks to
-    the next.
+    """Collective. Each host has been asked by check_memory_room whether it has a folder."""
+    assert runtime.elastic.memory is not None
+    return InMemory(runtime.elastic.memory, hosts_of(runtime))
+
+
+def memory_folder(runtime: Runtime) -> Path:
+    """This host's folder for checkpoints in memory. Raises ConfigError where nobody keeps it from
+    one start of the ranks to the next.
     """
-    folder = runtime.elastic.memory
-    if any(gather_to_all(folder is None, runtime.topology.control)):
+    job = runtime.elastic
+    if job.memory is not None:
+        return job.memory
+    if job.change is not None:  # a launcher that may start the ranks again has told of itself
         raise ConfigError(
-            "checkpoint.in_memory_every_steps is for runs whose ranks may be started again by "
-            "python -m spmdrl.launch with --nnodes MIN:MAX or --max-restarts: nobody else keeps "
-            "the memory. Start it so, or set in_memory_every_steps to 0"
+            "/dev/shm of this host could not be written when the launcher started, and checkpoints "
+            "in memory stand there: give this user the right to write to it, or go without them by "
+            "--checkpoint.in_memory_every_steps 0"
         )
-    assert folder is not None
-    return InMemory(folder, hosts_of(runtime))
+    raise ConfigError(
+        "checkpoint.in_memory_every_steps is for runs whose ranks may be started again by "
+        "python -m spmdrl.launch with --nnodes MIN:MAX or --max-restarts: nobody else keeps "
+        "the memory. Start it so, or set in_memory_every_steps to 0"
+    )
 
 
 def check_memory_room(config: RunConfig, runtime: Runtime, least_bytes: int) -> None:
-    """Raises ConfigError where /dev/shm of this host has no room for checkpoints in memory.
+    """Raises ConfigError where this host has no place or no room for checkpoints in memory.
 
-    least_bytes: of a checkpoint. For the first rank of each host.
+    least_bytes: of a checkpoint. What the ranks before these have left there counts as free: it
+    gives way to the next one. For the first rank of each host.
     """
-    folder, here = runtime.elastic.memory, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if in_memory_every(config, runtime) == 0 or folder is None:
+    if in_memory_every(config, runtime) == 0:
         return
+    folder, here = memory_folder(runtime), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # two checkpoints, each with its copy from another host, where there is one
     share = least_bytes * here / runtime.topology.world
     needed = int(share * (2 if here == runtime.topology.world else 4))
-    free = free_bytes(folder)
+    free = free_bytes(folder) + bytes_in(folder)
     if free < needed:
         raise ConfigError(
-            f"{folder.parent} has {mib(free)} MiB free, and checkpoints in memory take at least "
+            f"{folder.parent} has {mib(free)} MiB for checkpoints in memory, which take at least "
             f"{mib(needed)} MiB of each host: make it larger (docker run --shm-size, mount -o "
             "remount,size=...), take more hosts, or none with "
             "--checkpoint.in_memory_every_steps 0"
@@ -149,3 +162,13 @@ def check_sizes(sound: Callable[[C, int], None], config: C, runtime: Runtime) ->
                 f"with {nodes} hosts, {nodes * here} ranks in all, which --nnodes "
                 f"{job.min_nodes}:{job.max_nodes} allows: {error}"
             ) from error
+
+
+def check_memory_of_sizes(
+    config: RunConfig, world: int, planner: Planner, runtime: Runtime
+) -> None:  # fmt: skip
+    """Raises ConfigError where the GPUs cannot hold the run on `world` ranks, or on a number of
+    hosts that --nnodes allows: with fewer ranks each has a larger share of the model.
+    """
+    check_memory(config, world, planner)
+    check_sizes(partial(check_memory, planner=planner), config, runtime)

@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdrl.checkpoint import format as checkpoint
 from spmdrl.checkpoint.earlier_runs import set_aside
-from spmdrl.checkpoint.job import began_at, write_job
+from spmdrl.checkpoint.job import began_at, restarts, write_job
 from spmdrl.checkpoint.run_dir import lock_run_dir, write_config
 from spmdrl.config import ConfigError, RunConfig
 from spmdrl.data.table_files import Files
@@ -35,7 +35,7 @@ def find_start(config: RunConfig, runtime: Runtime) -> ResumePoint:
     """
     topology, on_damage = runtime.topology, config.checkpoint.on_damage
     root = runtime.run_dir / "checkpoints"
-    runtime.lock = lock_run_dir(runtime.run_dir, topology)
+    runtime.lock = lock_run_dir(runtime.run_dir, topology, again=restarts(topology) > 0)
     if runtime.is_main:
         checkpoint.recover(root)
     began = began_at(runtime.run_dir, topology)

@@ -16,9 +16,6 @@ class Savers:
     memory: Saver | None = None
     memory_every: int = 0
 
-    def __bool__(self) -> bool:
-        return bool(self.all())
-
     def all(self) -> list[Saver]:
         return [saver for saver in (self.memory, self.disk) if saver is not None]
 

@@ -45,10 +45,11 @@ from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
 from spmdrl.hub.mtp_layers import MtpTensors, num_mtp_layers
 from spmdrl.training import loop
 from spmdrl.training.checks.describe import describe_supervised
-from spmdrl.training.checks.memory_fit import check_memory, supervised_planner
+from spmdrl.training.checks.memory_fit import supervised_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here, least_checkpoint_bytes
 from spmdrl.training.checks.packing import trial_lines
 from spmdrl.training.checks.supervised import check_steps
+from spmdrl.training.elastic import check_memory_of_sizes
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import signs_of_supervised
 from spmdrl.training.logs.metrics import RunLog
@@ -162,7 +163,7 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedR
         config = with_length(config, len(rows))
         check_steps(config, topology.world)
         planner = supervised_planner(task.kind, rows.measured.num_tokens, gpu_gib_here())
-        check_memory(config, topology.world, planner)
+        check_memory_of_sizes(config, topology.world, planner, runtime)
     with phases("build actor"):
         PROGRESS.detail(model_text(config.model))
         in_pairs = task.row_sequences == 2
@@ -360,7 +361,7 @@ def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, dry: Dry) 
         )  # fmt: skip
         PROGRESS.line("\n".join([shown_config(config, dry.show_config), *lines, plan]))
     planner = supervised_planner(task.kind, rows.measured.num_tokens, gpu_gib)
-    check_memory(config, ranks, planner)
+    check_memory_of_sizes(config, ranks, planner, runtime)
 
 
 def shown(name: str, rows: Rows) -> list[str]:

@@ -211,6 +211,36 @@ def test_a_restart_whose_job_json_is_torn_says_so(tmp_path, topology, monkeypatc
         job.began_at(tmp_path, topology)
 
 
+@pytest.mark.parametrize(
+    ("slurm", "launcher", "requeued", "is_same"),
+    [
+        ("7", "a", "0", True),
+        ("8", "a", "0", True),  # the host of the first rank is of another allocation now
+        (None, "a", "0", True),
+        ("7", "b", "0", False),  # two launches in one allocation, one after the other
+        ("7", "b", "1", True),
+        ("8", "b", "1", False),
+        ("7", None, "0", True),
+    ],
+)  # fmt: skip
+def test_a_job_is_known_again_by_its_launchers_or_by_slurm(
+    tmp_path, topology, monkeypatch, slurm, launcher, requeued, is_same
+):
+    def describe(slurm, launcher, requeued):
+        for name, value in (("SLURM_JOB_ID", slurm), ("SPMDRL_JOB", launcher)):
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", requeued)
+        monkeypatch.setenv("SPMDRL_ROUND", "1")
+
+    describe("7", "a", "0")
+    job.write_job(tmp_path, 12)
+    describe(slurm, launcher, requeued)
+    assert job.began_at(tmp_path, topology) == (12 if is_same else None)
+
+
 def test_an_evaluation_overwrites_no_earlier_samples(tmp_path):
     assert evaluate.next_number(tmp_path) == 1
     Path(tmp_path, "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\x00\n')

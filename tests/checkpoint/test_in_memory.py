@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from spmdrl.checkpoint import in_memory
 from spmdrl.checkpoint.format import digest
 from spmdrl.checkpoint.in_memory import Hosts, InMemory, find_in_memory
 from spmdrl.config import ConfigError
+from spmdrl.distributed.collectives import FailedElsewhere
 
 pytestmark = pytest.mark.ranks
 
@@ -94,6 +97,44 @@ def find(topology, folder, per_host, after=0):
     return found.step, passed, len(right) == 12 and all(right)
 
 
+@contextmanager
+def full_after(topology, rank, pieces):
+    """Meanwhile the memory of this rank's host is full when it has written so many messages."""
+    written, write = [], in_memory.write_piece
+
+    def refuse(folder, piece, data):
+        if len(written) == pieces:
+            raise OSError(errno.ENOSPC, f"no room for {piece[0]}")
+        written.append(piece)
+        write(folder, piece, data)
+
+    in_memory.write_piece = refuse if topology.rank == rank else write
+    try:
+        yield
+    finally:
+        in_memory.write_piece = write
+
+
+def save_without_room(topology, folder, per_host, step):
+    """What is raised; rank 1 has no room for the second message of a copy."""
+    with full_after(topology, 1, 1), pytest.raises((OSError, FailedElsewhere)) as told:
+        save(topology, folder, per_host, step)
+    return f"{type(told.value).__name__}: {told.value}"
+
+
+def find_without_room(topology, folder, per_host):
+    with full_after(topology, 3, 2):
+        return find(topology, folder, per_host)
+
+
+def leave_half(topology, folder, host, step):
+    """Ranks were killed while they wrote the checkpoint of a step."""
+    if topology.rank == 0:
+        Path(folder, host, f"step_{step:08d}.tmp").mkdir()
+        Path(folder, host, f"step_{step:08d}.tmp", "half").write_bytes(b"x")
+    dist.barrier()
+
+
 def one_size(topology):
     """Hosts with different numbers of ranks."""
     with pytest.raises(ConfigError, match="hosts have 1 and 3 ranks"):
@@ -105,6 +146,7 @@ def test_what_hosts_have_together(tmp_path):
     calls = [
         (save, (folder, 2, 1)),
         (save, (folder, 2, 2)),
+        (leave_half, (folder, "host0", 7)),
         (lose, (folder, "host1")),
         (find, (folder, 2)),
         (find, (folder, 2, 2)),  # nothing beyond step 2
@@ -125,9 +167,27 @@ def test_what_hosts_have_together(tmp_path):
     told = {number: results[number] for number, (call, _) in enumerate(calls) if call is find}
     assert results[1][0] == results[1][3] and len(results[1][0]) == 13  # with the manifest
     assert not list(tmp_path.glob("*/step_00000001"))  # step 2 took its place
-    assert told[3] == [(2, [], True)] * 4
-    assert told[4] == [(None, [], False)] * 4
-    assert told[7] == told[9] == [(3, [], True)] * 4
+    assert not list(tmp_path.glob("*/step_*.tmp"))
+    assert told[4] == [(2, [], True)] * 4
+    assert told[5] == [(None, [], False)] * 4
+    assert told[8] == told[10] == [(3, [], True)] * 4
     wrong = "step 3: no host has rng_3.pt as it was written"
-    assert told[12] == [(None, [wrong], False)] * 4
-    assert told[15] == [(4, [], True)] * 4
+    assert told[13] == [(None, [wrong], False)] * 4
+    assert told[16] == [(4, [], True)] * 4
+
+
+def test_no_rank_waits_for_one_whose_memory_is_full(tmp_path):
+    folder = str(tmp_path)
+    calls = [
+        (save, (folder, 2, 1)),
+        (save_without_room, (folder, 2, 2)),
+        (lose, (folder, "host1")),
+        (find_without_room, (folder, 2)),
+        (find, (folder, 2)),
+    ]
+    _, raised, _, passed, found = run_calls(4, calls, timeout_s=60)
+    assert raised[1] == "OSError: [Errno 28] no room for actor/__3_0.distcp"
+    assert {raised[rank] for rank in (0, 2, 3)} == {"FailedElsewhere: rank 1 of 4 failed"}
+    [(step, (why,), _)] = {(step, tuple(why), whole) for step, why, whole in passed}
+    assert step is None and why.startswith("step 1: [Errno 28] no room for ")
+    assert found == [(1, [], True)] * 4  # step 2 does not stand anywhere

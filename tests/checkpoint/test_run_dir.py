@@ -3,41 +3,59 @@
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from spmdrl.checkpoint import run_dir as run_lock
+from spmdrl.config import ConfigError
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from spmdrl.checkpoint import run_dir as run_lock
-fd, problem = run_lock.take(Path(sys.argv[1]))
+fd, problem = run_lock.take(Path(sys.argv[1]), 5)
 print(problem, flush=True)
-time.sleep(60)
+time.sleep(float(sys.argv[2]))
 """
 
 
 @pytest.mark.clock
-def test_another_process_is_named_and_a_killed_one_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+def test_another_process_is_named_and_a_killed_one_leaves_nothing(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "None\n"
-        fd, problem = run_lock.take(tmp_path / "run")
+        fd, problem = run_lock.take(tmp_path / "run", 0.3)
         assert fd is None
         assert problem is not None and f"in use by process {holder.pid} on " in problem
         holder.kill()
         holder.wait()
     begin = time.monotonic()
-    fd, problem = run_lock.take(tmp_path / "run")
+    fd, problem = run_lock.take(tmp_path / "run", 0.3)
     assert problem is None and isinstance(fd, int)
     assert time.monotonic() - begin < 0.3
 
 
 def test_what_cannot_be_made_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    fd, problem = run_lock.take(tmp_path / "file" / "run")
+    fd, problem = run_lock.take(tmp_path / "file" / "run", 0.3)
     assert fd is None
     assert str(tmp_path / "file" / "run") in problem and "Not a directory" in problem
+
+
+def test_ranks_that_start_again_wait_for_the_lock_of_a_lost_host(tmp_path, monkeypatch, capsys):
+    """A file server keeps it until the lease of that host has run out."""
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(run_lock.dist, "broadcast_object_list", lambda *args, **kwargs: None)
+    alone = SimpleNamespace(rank=0, control=None)
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), "1.5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "None\n"
+        with pytest.raises(ConfigError, match=f"in use by process {holder.pid} on "):
+            run_lock.lock_run_dir(tmp_path / "run", alone)
+        assert run_lock.lock_run_dir(tmp_path / "run", alone, again=True) is not None
+    assert f"waiting up to 180 s for {tmp_path / 'run'}, which process {holder.pid} on " in (
+        capsys.readouterr().out
+    )

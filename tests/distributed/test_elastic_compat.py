@@ -5,13 +5,18 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous import api as rendezvous_api
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from spmdrl.distributed import elastic_compat
@@ -25,10 +30,12 @@ def torchrun_as_it_was() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     free_port = rendezvous_api.get_free_port
     starts = LocalElasticAgent._start_workers, LocalElasticAgent._stop_workers
+    run, shutdown = LocalElasticAgent.run, DynamicRendezvousHandler.shutdown
     yield
     elastic_compat.replace_monitor(elastic_compat.observe_ranks)
     elastic_compat.replace_free_port(free_port)
     LocalElasticAgent._start_workers, LocalElasticAgent._stop_workers = starts
+    LocalElasticAgent.run, DynamicRendezvousHandler.shutdown = run, shutdown
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -122,16 +129,30 @@ def test_torchrun_still_tells_when_hosts_have_met_and_ranks_are_stopped(tmp_path
         handler = group.spec.rdzv_handler
         assert elastic_compat.is_dynamic(handler) and not elastic_compat.is_dynamic(object())
         heard.append((elastic_compat.rendezvous_round(handler), elastic_compat.name_job(handler)))
-        assert handler.num_nodes_waiting() == 0 and elastic_compat.num_members(handler) == 1
+        assert handler.num_nodes_waiting() == 0 and len(elastic_compat.members(handler)) == 1
         if len(heard) == 3:  # the round that is under way goes on
             elastic_compat.allow_restart(agent)
 
     elastic_compat.announce_starts(on_start)
-    elastic_compat.announce_stops(lambda: heard.append("stop"))
+    elastic_compat.announce_stops(lambda: heard.append("stop"), lambda codes: False)
     launch(f"echo x >> {tmp_path}/$RANK; test $(wc -l < {tmp_path}/$RANK) = 3", max_restarts=1)
     (first, name), stop, (second, same), again, (third, _) = heard
     assert [first, second, third] == [0, 1, 2] and name == same and len(name) == 16
     assert stop == again == "stop"
+
+
+def test_torchrun_still_stops_ranks_that_may_turn_out_to_be_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A host comes while they end: none of them is started again."""
+    waiting = lambda handler: int(Path(tmp_path, "0").exists() and Path(tmp_path, "1").exists())  # noqa: E731
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", waiting)
+    ended: list[Any] = []
+    elastic_compat.announce_stops(lambda: None, lambda codes: not ended.append(codes))
+    with pytest.raises(elastic_compat.JobDone):
+        launch(f"trap 'exit 0' TERM; echo x >> {tmp_path}/$RANK; while :; do sleep 0.1; done")
+    assert [Path(tmp_path, rank).read_text() for rank in "01"] == ["x\n"] * 2
+    assert ended == [[0, 0]]
 
 
 def test_torchrun_still_lets_a_host_leave() -> None:
@@ -143,9 +164,63 @@ def test_torchrun_still_lets_a_host_leave() -> None:
             handler = group.spec.rdzv_handler
             elastic_compat.leave_rendezvous(handler)
             handler.num_nodes_waiting()
-            left.append(elastic_compat.num_members(handler))
+            left.append(len(elastic_compat.members(handler)))
         return result
 
     elastic_compat.replace_monitor(monitor)
     launch("true")
     assert left == [0]
+
+
+def test_torchrun_still_asks_the_handler_to_shut_down() -> None:
+    closed: list[bool] = []
+
+    def shut_down(handler: Any) -> bool:
+        closed.append(handler.is_closed())
+        elastic_compat.close_rendezvous(handler)
+        closed.append(handler.is_closed())
+        return True
+
+    elastic_compat.replace_shutdown(shut_down)
+    launch("true")
+    assert closed == [False, True]
+
+
+def test_torchrun_still_returns_nothing_where_a_host_was_not_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def closed(agent: Any, role: str) -> None:
+        raise RendezvousGracefulExitError("The rendezvous is closed")
+
+    monkeypatch.setattr(LocalElasticAgent, "_invoke_run", closed)
+    with pytest.raises(AttributeError, match="is_failed"):  # torchrun's own
+        launch("true")
+    elastic_compat.tell_hosts_that_are_not_needed()
+    with pytest.raises(elastic_compat.NotNeeded):
+        launch("true")
+
+
+class StoreOfEtcd(Store):
+    """Has the methods of torch's EtcdStore, and keeps in a dict what that keeps in etcd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.kept[key].encode()
+
+    def add(self, key: str, number: int) -> int:
+        self.kept[key] = str(int(self.kept.get(key, "0")) + number)
+        return int(self.kept[key])
+
+
+def test_hosts_agree_on_the_name_of_their_job_by_a_store_of_etcd() -> None:
+    assert "compare_set" not in vars(EtcdStore)
+    store = StoreOfEtcd()
+    handlers = [SimpleNamespace(_store=store, get_run_id=lambda: "job") for _ in range(2)]
+    first, second = map(elastic_compat.name_job, handlers)
+    assert first == second and len(first) == 16

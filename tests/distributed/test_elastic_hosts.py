@@ -127,3 +127,32 @@ def test_the_first_host_leaves_in_order(network, qwen3, tmp_path):
     assert left_in_memory(both[0]) == left_in_memory(both[1]) == []
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, STEPS + 1))
     store.kill()
+
+
+def test_a_host_that_comes_with_another_config_leaves_again(network, qwen3, tmp_path):
+    """Else all that is in memory alone would go with the job."""
+    set_up(tmp_path, qwen3, until=2)
+    left, right = network.hosts["left"], network.hosts["right"]
+    sides = [start(left, tmp_path, left.address, *SETTINGS)]
+    wait_for("step 2/", sides)
+    sides.append(start(right, tmp_path, left.address, *SETTINGS, "--seed", 7))
+    wait_for("SIGTERM: the run stops after this step", sides)
+    open_gate(tmp_path, STEPS)
+    told(wait_for("elastic: .*", sides))
+    assert [side.wait(90) for side in sides] == [0, 2], sides[0].text()[-5000:]
+    assert "the config differs between ranks" in sides[0].text() + sides[1].text()
+    assert "this host leaves the job that it came to" in sides[1].text()
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
+def test_a_host_that_comes_in_the_last_step_finds_the_job_done(network, qwen3, tmp_path):
+    set_up(tmp_path, qwen3, until=STEPS - 1)
+    left, right = network.hosts["left"], network.hosts["right"]
+    sides = [start(left, tmp_path, left.address, *SETTINGS)]
+    wait_for(f"step {STEPS - 1}/", sides)
+    sides.append(start(right, tmp_path, left.address, *SETTINGS))
+    wait_for("SIGTERM: the run stops after this step", sides)
+    open_gate(tmp_path, STEPS)
+    assert [side.wait(90) for side in sides] == [0, 1], sides[0].text()[-5000:]
+    assert sides[0].text().count("Finished: ") == 1
+    assert "the job has ended" in sides[1].text()  # its store may be gone by then, or closed

@@ -28,6 +28,7 @@ from spmdrl.config import (
     TrainConfig,
     checkpointing_of,
 )
+from spmdrl.distributed.elastic_job import ElasticJob
 from spmdrl.distributed.placement import place
 from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.training.build import weights_stay
@@ -38,6 +39,7 @@ from spmdrl.training.checks.memory_plan import fullest, memory_plan, supervised_
 from spmdrl.training.checks.model_shape import shape_of
 from spmdrl.training.checks.pass_memory import fsdp_pass
 from spmdrl.training.checks.rl import require_sound
+from spmdrl.training.elastic import check_memory_of_sizes
 
 BILLION_GIB = 1e9 / 2**30
 SHAPES = {
@@ -110,6 +112,17 @@ def refused(config, world: int, gpu_gib: float = 80.0) -> str:
 def proposed(story: str) -> list[tuple[str, float]]:
     found = re.findall(r"^(?:  |Together: )(.+): peak ([\d.]+) GiB", story, re.M)
     return [(field, float(peak)) for field, peak in found]
+
+
+def test_every_size_of_an_elastic_job_must_fit(shapes, monkeypatch):
+    """The loss of a host leaves a larger share of the model to each GPU."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = grpo(shapes, "Qwen3-8B")
+    four = SimpleNamespace(elastic=ElasticJob(4, 4))
+    check_memory_of_sizes(config, 8, planner(80.0), four)
+    with pytest.raises(ConfigError) as caught:
+        check_memory_of_sizes(config, 8, planner(80.0), SimpleNamespace(elastic=ElasticJob(1, 4)))
+    assert str(caught.value).startswith("with 1 hosts, 2 ranks in all, which --nnodes 1:4 allows: ")
 
 
 def test_qwen3_8b_fits_eight_gpus_with_the_defaults(shapes):

@@ -165,9 +165,10 @@ class StartupBarrier:
     def _report_failure(self, cause: str, tells: bool = True) -> None:
         failure = {"rank": self.rank, "host": socket.gethostname(), "phase": "start",
                  "cause": cause, "details": "", "exit_code": FAILED}  # fmt: skip
-        text = format_failure(failure, self.folder)
         if tells:
             write_failure(failure, self.folder)
+        text = format_failure(failure, self.folder)  # names the file, if it is there
+        if tells:
             say(text)
 
     def _why(self, within: str) -> tuple[str, bool]:
