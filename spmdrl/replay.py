@@ -89,6 +89,7 @@ def main(
         exit_config(error)
     with started(placed(plan.config, folder, True)) as runtime:
         plan = plan.with_config(fetch(plan.config, runtime.phases, "all", ()))
+        tried = tried and tried.of(plan.config)
         differs = replay(plan, runtime, tried, address, tolerance, gradients)
     if differs:
         leave_for_torchrun(differs)

@@ -22,7 +22,7 @@ from spmdrl.training.coefficients import entropy_bonus
 from spmdrl.training.collect import RolloutResult, check_scores
 from spmdrl.training.remote_scoring import score
 from spmdrl.training.replay.plan import ReplayPlan, read_share
-from spmdrl.training.replay.run_config import placed
+from spmdrl.training.replay.run_config import EDITABLE, placed
 from spmdrl.training.replay.sequence_sums import SequenceSums, merged_sums, sums_of
 from spmdrl.training.replay.token_gradients import measured
 from spmdrl.training.replay.token_table import TokenTable, token_table
@@ -43,6 +43,11 @@ class Edit:
 
     config: PpoConfig
     rescores: bool
+
+    def of(self, config: PpoConfig) -> Edit:
+        """Returns the edit of the run's config as it is here, where models are local folders."""
+        edited = {name: getattr(self.config, name) for name in EDITABLE}
+        return replace(self, config=replace(config, **edited))
 
 
 @dataclass(frozen=True)
