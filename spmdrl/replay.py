@@ -24,7 +24,7 @@ import fire
 
 from spmdrl.cli.arguments import converted
 from spmdrl.cli.help import asks_for_help
-from spmdrl.cli.paths import check_folder
+from spmdrl.cli.paths import check_folder, check_writable
 from spmdrl.config import ConfigError
 from spmdrl.distributed.env import before_torch, without_garbage_collection
 from spmdrl.distributed.exit import FAILED, GUARD, exit_config, leave_for_torchrun
@@ -69,6 +69,8 @@ def main(
         tolerance = converted(tolerance, float, "--tolerance")
         address = address_of(sample)
         check_folder("RUN", run_dir)
+        folder = Path(run_dir, "replay")
+        check_writable("RUN/replay", str(folder))
         PROGRESS.start(f"reading {run_dir}")
         PROGRESS.now(LIBRARIES)
         before_torch()
@@ -84,7 +86,6 @@ def main(
         if gradients:
             check_gradients(plan.config, address)
         tried = edit_of(plan, edit, overrides)
-        folder = Path(run_dir, "replay")
     except ConfigError as error:
         exit_config(error)
     with started(placed(plan.config, folder, True)) as runtime:

@@ -216,6 +216,9 @@ def test_a_replay_begins_at_the_newest_checkpoint_that_serves(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
             make_plan(tmp_path, config, step)
+    Path(tmp_path, "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"no step yet: its metrics\.jsonl has none, or is not"):
+        make_plan(tmp_path, config, 40)
 
 
 def test_a_start_from_an_earlier_step_sets_later_samples_aside(tmp_path):
