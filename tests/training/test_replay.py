@@ -13,7 +13,13 @@ import torch
 from programs import set_up, train
 
 from spmdrl.checkpoint.earlier_runs import later_files
-from spmdrl.config import ConfigError, KeepSamplesConfig, PpoConfig, TrainConfig
+from spmdrl.config import (
+    ConfigError,
+    DistillationConfig,
+    KeepSamplesConfig,
+    PpoConfig,
+    TrainConfig,
+)
 from spmdrl.data.packing import empty_batch
 from spmdrl.training.checks.rl import warnings_of_kept
 from spmdrl.training.collect import RolloutResult
@@ -186,6 +192,9 @@ def test_the_gradient_of_a_token_is_that_of_the_loss(tmp_path):
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
     torch.testing.assert_close(torch.tensor([row["ratio"] for row in rows]), ratio)
     assert token_table.token_table(roles, [batch], recorder, (3, 0), (0.0, 0.0)) is None
+    taught = dataclasses.replace(config.algo, distillation=DistillationConfig())
+    roles.config = dataclasses.replace(config, algo=taught)  # whose divergence comes on top
+    assert token_table.token_table(roles, [batch], recorder, (2, 1), (0.0, 0.0)) == tables[0]
 
 
 # ---- what a run's folder has
