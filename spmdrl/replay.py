@@ -167,7 +167,9 @@ def tell(
     world = runtime.topology.world
     if tolerance < 0:
         tolerance = comparison.tolerance_of(plan.config, plan.actor_ranks == world)
-    compared = comparison.compare(plan.row, plan.computed, found.metrics, found.sums)
+    compared = comparison.compare(
+        plan.row, plan.computed, found.metrics, found.sums, plan.config.algo.replay_steps
+    )
     lines = [f"{plan.described()}, on {world} rank{'s' * (world > 1)}", ""]
     lines += comparison.comparison_lines(compared, tolerance)
     if edited is not None:

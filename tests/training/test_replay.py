@@ -163,8 +163,21 @@ def test_the_first_difference_is_named_in_order_of_computation(tmp_path):
     assert differing == ["advantages", "loss weights", "actor/grad_norm"]
     assert "3 of " in verdict(found, 1e-6) and "advantages of sample 1.0" in verdict(found, 1e-6)
 
+    found = compare(row, run, metrics, sums, replay_steps=1)  # of every second group
+    assert first_difference(found, 1e-6).where == "sample 0.0 of 1 step before"
     found = compare(row, run, metrics, sums_of([two_sequences(0)]))
     assert first_difference(found, 1e-6).name == "sequences"
+
+
+def test_what_is_no_number_differs_from_a_number_and_not_from_itself():
+    usual, broken, endless = (two_sequences(0) for _ in range(3))
+    broken.advantages[5] = math.nan
+    endless.advantages[5] = -math.inf
+    for one, other in ((usual, broken), (broken, usual), (usual, endless)):
+        first = first_difference(compare({}, sums_of([one]), {}, sums_of([other])), 1e-6)
+        assert first is not None and (first.name, first.where) == ("advantages", "sample 0.0")
+    for each in (broken, endless):
+        assert first_difference(compare({}, sums_of([each]), {}, sums_of([each])), 1e-6) is None
 
 
 def test_the_gradient_of_a_token_is_that_of_the_loss(tmp_path):
