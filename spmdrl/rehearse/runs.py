@@ -20,6 +20,7 @@ from spmdrl.rehearse.scale import HOSTED
 
 LIMIT_S = 600.0  # of one run; a run of a tiny model takes a tenth of it
 GRACE_S = 20.0  # from SIGTERM to SIGKILL
+TRACKIO = "TRACKIO_"  # variables of that tracker, some of which name a server to send to
 TAIL = 25  # lines of a failed run's output that are shown
 
 
@@ -73,8 +74,15 @@ def run_program(
 
 def environment(folder: Path) -> dict[str, str]:
     """Returns the ranks' environment: no place of this process, and trackers that send nothing."""
-    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    env |= HOSTED | {"MLFLOW_TRACKING_URI": f"file:{folder.resolve() / 'mlruns'}"}
+    env = {
+        name: value for name, value in os.environ.items()
+        if name not in LAUNCHER and not name.startswith(TRACKIO)
+    }  # fmt: skip
+    env |= HOSTED | {
+        "MLFLOW_TRACKING_URI": f"file:{folder.resolve() / 'mlruns'}",
+        "MLFLOW_ALLOW_FILE_STORE": "true",  # which MLflow 3 asks for
+        f"{TRACKIO}DIR": str(folder.resolve() / "trackio"),
+    }
     env.setdefault("OMP_NUM_THREADS", "1")
     return env
 

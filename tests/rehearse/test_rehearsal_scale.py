@@ -145,7 +145,10 @@ def test_ranks_that_call_other_collectives_are_told(tmp_path):
 def test_trackers_of_a_rehearsal_send_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://example.org")
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "team/space")
     env = environment(tmp_path)
+    assert env["TRACKIO_DIR"] == f"{tmp_path}/trackio" and "TRACKIO_SPACE_ID" not in env
+    assert env["MLFLOW_ALLOW_FILE_STORE"] == "true"  # without it MLflow 3 refuses the folder
     assert "RANK" not in env and env["WANDB_MODE"] == "offline"
     assert env["MLFLOW_TRACKING_URI"] == f"file:{tmp_path}/mlruns"
 
