@@ -27,6 +27,7 @@ from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.start import reading
 
 if TYPE_CHECKING:
+    from spmdrl.distributed.signals import Stopping
     from spmdrl.rehearse.prepare import Prepared
     from spmdrl.rehearse.runs import Outcome
 
@@ -68,7 +69,7 @@ def main(
         logging.getLogger("spmdrl").addHandler(wrong)
         prepared = prepare(value, runtime, folder, ranks, gpus_as, gpu_gib)
         logging.getLogger("spmdrl").removeHandler(wrong)
-    outcomes = rehearse(prepared, config, overrides, folder)
+    outcomes = rehearse(prepared, config, overrides, folder, runtime.stopping)
     tell(prepared, outcomes, wrong.lines, config, folder)
     if not all(outcome.is_done for outcome in outcomes):
         sys.exit(FAILED)
@@ -105,17 +106,17 @@ def is_rehearsals(folder: Path) -> bool:
 
 
 def rehearse(
-    prepared: Prepared, config: str, overrides: dict[str, Any], folder: Path
+    prepared: Prepared, config: str, overrides: dict[str, Any], folder: Path, stopping: Stopping
 ) -> list[Outcome]:
     """Runs two steps, and where they ran, one more from their checkpoint."""
     from spmdrl.rehearse.runs import run_program
     from spmdrl.rehearse.scale import STEPS
 
-    options, ranks = overrides | prepared.scaled.options(), prepared.ranks
-    run = [run_program(f"{STEPS} steps and a checkpoint", config, options, ranks, folder, 1)]
+    options, here = overrides | prepared.scaled.options(), (prepared.ranks, folder)
+    run = [run_program(f"{STEPS} steps and a checkpoint", config, options, *here, 1, stopping)]
     if run[0].is_done:
         options |= {"steps": STEPS + 1, "resume": "auto"}
-        run.append(run_program("a resume, one step more", config, options, ranks, folder, 2))
+        run.append(run_program("a resume, one step more", config, options, *here, 2, stopping))
     return run
 
 

@@ -1,6 +1,9 @@
 """How a config becomes small: what stays, and what the degrees of parallelism become."""
 
 import pickle
+import signal
+import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +19,11 @@ from spmdrl.config import (
     RolloutConfig,
     TrainConfig,
 )
+from spmdrl.distributed.exit import REQUEUE
 from spmdrl.distributed.nccl_rules.events import BOTH, Group, Operation
+from spmdrl.distributed.signals import Stopping
 from spmdrl.rehearse.collectives import broken, compare
-from spmdrl.rehearse.runs import Outcome, environment
+from spmdrl.rehearse.runs import Outcome, environment, wait
 from spmdrl.rehearse.scale import scale, value_at
 
 MEGATRON = TrainConfig(
@@ -122,6 +127,16 @@ def test_a_failed_run_shows_its_end(tmp_path):
     assert "2 steps: failed after 3 s" in title
     assert lines[-1] == "  line 99" and len(lines) == 25
     assert "had not ended" in Outcome("2 steps", [], log, None, 600.0, tmp_path).lines()[0]
+
+
+def test_a_signal_ends_the_run_that_is_under_way():
+    said: list[str] = []
+    stopping = Stopping()
+    stopping.on_quit = usual = lambda why, code: said.append(why)
+    process = subprocess.Popen(["sleep", "60"])
+    threading.Timer(0.2, lambda: stopping.on_quit("SIGTERM", REQUEUE)).start()
+    assert wait(process, stopping) == -signal.SIGTERM
+    assert said == ["SIGTERM"] and stopping.on_quit is usual
 
 
 def test_ranks_that_call_other_collectives_are_told(tmp_path):
