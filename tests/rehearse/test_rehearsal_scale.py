@@ -5,15 +5,21 @@ import signal
 import subprocess
 import threading
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from plan_configs import ppo_config, rollout_config
 
 from spmdrl.config import (
+    AgentConfig,
     AlgoConfig,
     CheckpointConfig,
+    ConfigError,
     DataConfig,
+    JudgeConfig,
     LoraConfig,
+    MultiTurnConfig,
     OptimConfig,
     PpoConfig,
     RolloutConfig,
@@ -23,8 +29,12 @@ from spmdrl.distributed.exit import REQUEUE
 from spmdrl.distributed.nccl_rules.events import BOTH, Group, Operation
 from spmdrl.distributed.signals import Stopping
 from spmdrl.rehearse.collectives import broken, compare
+from spmdrl.rehearse.prepare import missing_engines
 from spmdrl.rehearse.runs import Outcome, environment, wait
 from spmdrl.rehearse.scale import scale, value_at
+from spmdrl.rollout.build import ENGINES
+from spmdrl.training.checks.judge import check_comparisons
+from spmdrl.training.checks.rl import check
 
 MEGATRON = TrainConfig(
     engine="megatron", tensor_parallel=8, sequence_parallel=True, pipeline_parallel=4,
@@ -169,7 +179,43 @@ def test_trackers_of_a_rehearsal_send_nothing(tmp_path, monkeypatch):
 
 
 def test_an_engine_that_does_not_run_here_becomes_transformers():
-    rollout = RolloutConfig(engine="sglang", engine_args={"mem_fraction_static": 0.5})
-    found, _ = scaled(8, 2, rollout=rollout)
-    assert (found.config.rollout.engine, found.config.rollout.engine_args) == ("hf", {})
-    assert any("SGLang does not run here" in change.line() for change in found.changes)
+    """Without what transformers would refuse. The judge's engine is the run's."""
+    rollout = RolloutConfig(
+        engine="sglang", tensor_parallel=4, enforce_eager=False, expert_parallel=True,
+        engine_args={"mem_fraction_static": 0.5},
+    )  # fmt: skip
+    judge = JudgeConfig("judge", tensor_parallel=4)
+    for on_gpu in (False, True):
+        found, _ = scaled(8, 2, on_gpu, rollout=rollout, judge=judge)
+        assert found.config.rollout.engine == found.config.judge.engine == "hf"
+        ENGINES["hf"].check(found.config.rollout)
+        assert not found.config.rollout.engine_args and not found.config.rollout.expert_parallel
+        assert found.config.judge.tensor_parallel == 1
+        assert any("SGLang does not run here" in change.line() for change in found.changes)
+
+
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
+def test_an_engine_need_not_be_installed_here(qwen3):
+    config = ppo_config(qwen3, rollout=rollout_config(engine="sglang"))
+    check(config, 2, installed=False)
+    (said,) = missing_engines(config)
+    assert "SGLang is not installed" in said and "transformers in its place" in said
+    with pytest.raises(ConfigError, match="SGLang is not installed"):
+        check(config, 2)
+
+
+def test_sizes_that_depend_on_one_another_stay_sound():
+    """Each was refused when the other was small: of pairs, of images, of engines, of batches."""
+    judge = JudgeConfig("judge", compare="pairs", opponents=12)
+    found, _ = scaled(8, 2, judge=judge)
+    check_comparisons(found.config.judge, found.config)
+    multi_turn = MultiTurnConfig(max_images=2)
+    agents = AgentConfig(max_images=1, max_image_tokens=1200)
+    found, _ = scaled(8, 2, tools=("python",), multi_turn=multi_turn, agents=agents)
+    assert values(found, "rollout.max_tokens", "multi_turn.max_image_tokens") == (256, 128)
+    assert found.config.agents.max_image_tokens == 1200  # a prompt has room beside an answer
+    few, _ = scaled(8, 8, rollout=RolloutConfig(n=1))
+    assert few.config.data.prompts_per_step == 8
+    odd = replace(CONFIG.data, prompts_per_step=3)
+    found, _ = scaled(8, 2, data=odd, algo=AlgoConfig(mini_batches=3))
+    assert values(found, "data.prompts_per_step", "algo.mini_batches") == (3, 3)
