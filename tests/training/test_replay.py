@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import math
+import random
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +94,15 @@ def test_a_damaged_file_is_told(tmp_path):
     path.write_bytes(packed(whole_rollout(), 1, 40)[:-200])
     with pytest.raises(ConfigError, match=r"kept\.npz cannot be read"):
         read(path)
+    whole, draw = packed(whole_rollout(), 1, 40), random.Random(0)
+    sums = packed_sums(sums_of([two_sequences(0)]), 1)
+    for _ in range(300):  # bits of headers, too
+        for content, reader in ((whole, read), (sums, read_sums)):
+            changed = bytearray(content)
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+            path.write_bytes(changed)
+            with suppress(ConfigError):
+                reader(path)
 
 
 def test_the_last_steps_stay_and_some_for_good(tmp_path):
