@@ -101,6 +101,8 @@ def start_ranks(ranks: int) -> None:
     """Becomes the launcher of so many ranks, where there is none yet. Raises ConfigError where
     there is one, of another number.
     """
+    if ranks < 0:
+        raise ConfigError(f"--ranks {ranks}: how many processes are to be started?")
     if "RANK" in os.environ:
         world = int(os.environ["WORLD_SIZE"])
         if ranks not in (0, world):

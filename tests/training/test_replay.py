@@ -23,6 +23,7 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.data.packing import empty_batch
+from spmdrl.replay import start_ranks
 from spmdrl.training.checks.rl import warnings_of_kept
 from spmdrl.training.collect import RolloutResult
 from spmdrl.training.replay import token_table
@@ -291,6 +292,11 @@ def test_gradients_of_tokens_that_cannot_be_had_are_refused():
     megatron = dataclasses.replace(config, actor=TrainConfig(engine="megatron"))
     with pytest.raises(ConfigError, match="the actor's engine is megatron"):
         check_gradients(megatron, (2, 1))
+
+
+def test_fewer_ranks_than_none_are_refused():
+    with pytest.raises(ConfigError, match="--ranks -1: how many processes"):
+        start_ranks(-1)
 
 
 def test_only_what_is_made_of_samples_can_be_edited(tmp_path):

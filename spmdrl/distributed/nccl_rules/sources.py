@@ -121,12 +121,13 @@ def assignments(file: str, line: int) -> dict[str, list[tuple[int, bool]]]:
         if isinstance(node, Function) and starts_at(node) == line:
             for part in ast.walk(node):
                 for name, value in assigned(part):
-                    found[name].append((part.lineno, makes_on_cpu(value)))
+                    found[name].append((value.lineno, makes_on_cpu(value)))
     return {name: sorted(lines) for name, lines in found.items()}
 
 
 def assigned(node: Any) -> Iterator[tuple[str, ast.expr]]:
     """Yields each name that a statement assigns to, with its value; of `a, b = x, y` both."""
+    pairs: list[tuple[ast.expr, ast.expr]]
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         pairs = [(node.target, node.value)]
     elif isinstance(node, ast.Assign):

@@ -69,8 +69,8 @@ def compared_sums(run: SequenceSums, replay: SequenceSums, replay_steps: int) ->
         )
         relative[np.isnan(relative)] = math.inf
         most = float(relative.max())
-        address = run.addresses[int(relative.argmax())].tolist()
-        where = named_sample(*address, replay_steps) if most else ""
+        group, index = run.addresses[int(relative.argmax())].tolist()
+        where = named_sample(group, index, replay_steps) if most else ""
         if name in EXACT and most:
             most = math.inf
         yield Compared(FIELDS[name], count, "", most, where)
