@@ -144,8 +144,10 @@ def replay(
     run, on every rank: "" where nothing does, or where an edit is tried. Collective over all ranks.
     """
     from spmdrl.distributed.agreement import broadcast_from_first
-    from spmdrl.training.replay.rerun import rerun
+    from spmdrl.training.replay.rerun import check_edit, rerun
 
+    if edit is not None:
+        check_edit(plan, runtime, edit)
     found = rerun(plan, runtime, None, address, gradients)
     gc.collect()  # the models: there is room for one of each
     edited = None if edit is None else rerun(plan, runtime, edit, address, gradients)

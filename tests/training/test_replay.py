@@ -30,6 +30,7 @@ from spmdrl.training.replay import token_table
 from spmdrl.training.replay.comparison import compare, first_difference, verdict
 from spmdrl.training.replay.keeper import SampleKeeper, kept_file
 from spmdrl.training.replay.plan import make_plan
+from spmdrl.training.replay.rerun import Edit, check_edit
 from spmdrl.training.replay.run_config import Absent, edited_config, read_run_config
 from spmdrl.training.replay.sample_files import packed, read
 from spmdrl.training.replay.sequence_sums import (
@@ -306,6 +307,15 @@ def test_only_what_is_made_of_samples_can_be_edited(tmp_path):
         edited_config(config, "", {"rollout.temperature": 0.5})
     with pytest.raises(ConfigError, match="dynamic_sampling=3 would learn from other samples"):
         edited_config(config, "", {"algo.dynamic_sampling": 3})
+
+
+def test_an_edit_whose_critic_has_not_learnt_is_refused_before_the_step_is_run():
+    config = PpoConfig("m", SimpleNamespace(), len)
+    for advantage, role in (("gae", "critic"), ("prime", "prm")):
+        algo = dataclasses.replace(config.algo, advantage=advantage)
+        edit = Edit(dataclasses.replace(config, algo=algo), rescores=False)
+        with pytest.raises(ConfigError, match=f"the run has no {role}, which would have learnt"):
+            check_edit(SimpleNamespace(config=config), None, edit)
 
 
 # ---- whole programs
