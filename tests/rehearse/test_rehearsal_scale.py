@@ -163,6 +163,9 @@ def test_ranks_that_call_other_collectives_are_told(tmp_path):
     assert "cfg.py:8 in my_loss" in "".join(compared.lines)
     (sentence,) = broken([compared])
     assert "rule 'order'" in sentence and "hang" in sentence
+    Path(tmp_path, "rank_1").unlink()
+    alone = compare(Outcome("2 steps", [], tmp_path / "log", 0, 3.0, tmp_path))
+    assert "rank 1 did last nothing" in "".join(alone.lines)
     nothing = compare(Outcome("2 steps", [], tmp_path / "log", 0, 3.0, tmp_path / "empty"))
     assert nothing.findings == [] and "not recorded" in nothing.lines[0]
 

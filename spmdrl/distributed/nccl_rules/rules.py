@@ -131,8 +131,10 @@ def several(rule: str, said: str, events: Sequence[tuple[int, Any]]) -> Finding:
 
 
 def lone(rule: str, said: str, one: tuple[int, Any], other: int, events: Events) -> Finding:
-    """Returns a finding where the other rank does not come: what it did last is shown."""
-    last = events[other][-1:]
+    """Returns a finding where the other rank does not come: what it did last is shown. Of a rank
+    on another host the folder may have nothing.
+    """
+    last = events.get(other, [])[-1:]
     did = "".join(f" {event}:{text(event.stack)}" for event in last) or " nothing"
     rank, event = one
     return Finding(
