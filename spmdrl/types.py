@@ -29,6 +29,7 @@ from torch import Tensor
 from spmdrl.segments import lengths_to_cu_seqlens, to_device
 
 Message = dict[str, Any]  # of a chat: role, content, and what else a template knows
+DEMONSTRATED = -2  # in place of a policy version: a token of an answer that the data has
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     chat: list[Message] | None = None  # as the data has it; None: it has a plain string
     images: tuple[Picture, ...] = ()  # in order of their tokens, as many as the image needs
+    # answers of others that the row has, to be learnt from: token ids, EOS included
+    demonstrations: tuple[list[int], ...] = ()
 
     @property
     def messages(self) -> list[Message]:
@@ -97,7 +100,9 @@ class Sample:
     response_ids: list[int]
     rollout_logprobs: list[float]  # of the distribution that was sampled from
     loss_mask: list[int]  # 0 on tokens that the policy did not choose (tools, environment)
-    policy_version: list[int]  # of the weights that chose the token; -1 on those nobody chose
+    # of the weights that chose the token; -1 on those nobody chose, DEMONSTRATED on all tokens of a
+    # demonstration, whose rollout_logprobs are 0
+    policy_version: list[int]
     finish_reason: str  # "stop" | "length" | "turns": another would have been due | "error"
     response: str = ""  # the policy's last turn, decoded without special tokens
     # what was said behind the prompt: a message per turn of the policy's, and the replies
@@ -126,6 +131,11 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt.token_ids) + len(self.response_ids)
+
+    @property
+    def is_demonstration(self) -> bool:
+        """Whether the answer is one that the data has, and nobody has sampled it."""
+        return self.policy_version[:1] == [DEMONSTRATED]
 
     @property
     def num_turns(self) -> int:
@@ -182,7 +192,7 @@ class Batch:
     greedy_rewards: Tensor  # (num_seqs,) float64, of the greedy answer to the same prompt
     # (num_seqs, num_keys) float64: the rewards that gdpo's reward_keys name, in their order
     reward_components: Tensor
-    policy_version: Tensor  # (num_tokens,) int64
+    policy_version: Tensor  # (num_tokens,) int64, as of a Sample; 0 on prompts
     # (num_tokens,) float64, with rewards.per_turn: what `rewards` has of a turn, at its last token
     turn_rewards: Tensor | None = None
     old_logprobs: Tensor | None = None  # (num_tokens,) float32

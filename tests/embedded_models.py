@@ -1,10 +1,20 @@
-"""A Megatron model as another program builds it, and the config of RL steps inside that program."""
+"""A Megatron model as another program builds it, the config of RL steps inside a program, and what
+`attach` says where it refuses it.
+"""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from spmdrl.config import DataConfig, PpoConfig, RewardConfig, RolloutConfig, TrainConfig
+from spmdrl.config import (
+    ConfigError,
+    DataConfig,
+    PpoConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 
 
 def host_model(
@@ -94,3 +104,16 @@ def reward(response: str, ground_truth: str) -> float:
 
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+
+
+def refusal(attach: Callable[..., Any], *args: Any) -> str:
+    """What attach says; nothing is left of it."""
+    import torch.distributed.distributed_c10d as c10d
+
+    groups = set(c10d._world.pg_map)
+    try:
+        attach(*args)
+    except ConfigError as error:
+        assert set(c10d._world.pg_map) == groups
+        return str(error)
+    return "it was accepted"

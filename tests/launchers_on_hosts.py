@@ -10,16 +10,29 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 import torch.distributed as dist
 from programs import ROOT, ForkedRank, pids_of
 from ranks import SERVER, become
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-from virtual_hosts import Host
+from virtual_hosts import Host, Network, why_not
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[Network]:
+    """Two hosts on one switch, "left" and "right". Skips the test where none can be made."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    network = Network(folder, ["left", "right"])
+    yield network
+    network.close()
+
 
 NAMES = ("net", "uts", "mnt", "pid")  # of the namespaces of a host
 

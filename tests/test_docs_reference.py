@@ -104,13 +104,14 @@ def by_role() -> dict[str, set[str]]:
     """What stands for <> in <role>/<>: all metrics of a model by the role's name."""
     update = keys_of("engines/fsdp/engine.py", "FsdpEngine.update") - {"loss_sum", "<>"}
     every = update | keys_of("training/roles.py", "train")
+    every |= keys_of("engines/fsdp/router_aux_loss.py", "RouterAuxLoss.metrics")
     megatron = keys_of("engines/megatron/engine.py", "MegatronEngine.update") - {"loss_sum", "<>"}
     mtp = (megatron | {"mtp_grad_norm"}) - every
     objectives, pair = "algo/objectives.py", keys_of("algo/preference.py", "pair_terms")
     parts = ("policy_objective", "rollout_difference", "tokens_above_cut", "near_policy")
     around = keys_of(objectives, *parts)
     taught = keys_of("algo/distillation.py", "distillation_metrics")
-    around |= taught
+    around |= taught | keys_of("algo/demonstrations.py", "demonstration_sums")
     answers = answer_terms()
     return {
         "actor": every | mtp | around | keys_of("algo/losses.py") | {"<>"} | pair_answer_terms(),

@@ -122,6 +122,16 @@ def test_no_phase_stands_for_a_barrier() -> None:
     assert not found
 
 
+def test_a_step_is_understood_from_700_lines() -> None:
+    """The reading path of CONTRIBUTING.md, which says how many lines it has."""
+    path = [
+        PACKAGE / name for name in ("ppo.py", "training/loop.py", "training/step.py", "types.py")
+    ]
+    lines = sum(len(file.read_text().splitlines()) for file in path)
+    assert lines <= 700
+    assert f"# {lines} lines" in (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+
+
 def test_an_engine_is_known_by_its_protocol_and_its_spec() -> None:
     """No code compares the name of a rollout engine, or asks for the class of an engine."""
     own = [PACKAGE / "rollout" / name for name in ENGINES]

@@ -12,6 +12,7 @@ import sys
 import time
 import tomllib
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from tiny_models import save_qwen3
 
@@ -69,6 +71,18 @@ def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
         assert requirement.specifier.contains(version), f"{text}: pinned {version}"
 
 
+def test_every_pin_installs_on_the_oldest_python_that_the_project_names() -> None:
+    """Debian 12 has Python 3.11.2, and a package may ask for a later patch release."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (oldest,) = re.findall(r">=(3\.\d+)", project["requires-python"])
+    for name in pins():
+        try:
+            asks = metadata(name)["Requires-Python"]
+        except PackageNotFoundError:  # of another engine or platform
+            continue
+        assert asks is None or SpecifierSet(asks).contains(f"{oldest}.0"), f"{name} asks for {asks}"
+
+
 def test_what_breaks_transformers_is_not_pinned() -> None:
     assert not {"torchvision", "torchaudio", "torchcodec"} & set(pins())
 
@@ -115,6 +129,27 @@ def test_one_line_switches_a_config_to_megatron(path: Path, model: Path) -> None
 def test_config_loads(path: Path) -> None:
     kind = kind_of(path)
     assert isinstance(load_config(str(path), kind, {"seed": 7}), kind)
+
+
+def find_row(page: str, config: str) -> list[str]:
+    """Returns the cells of a config's first row, with an empty one before and behind."""
+    return next(line for line in page.splitlines() if f"| `configs/{config}` |" in line).split("|")
+
+
+def test_make_recipes_runs_every_config_for_cpus_and_finds_its_row() -> None:
+    recipes = load_module("examples/recipes/run.py")
+    there = {path.stem for path in ROOT.glob("configs/*_cpu.py") if "soak" not in path.stem}
+    assert sorted(recipe.config for recipe in recipes.RECIPES) == sorted(there)
+    page = (ROOT / "docs/recipes.md").read_text()
+    for recipe in recipes.RECIPES:
+        path = ROOT / f"configs/{recipe.config}.py"
+        config: Any = load_config(str(path), kind_of(path), {})
+        assert (config.run_dir or config.out) == recipe.run_dir, recipe.name
+        new = recipes.with_cells(page, recipe, {recipes.SCORE: "-1", recipes.TIME: "-3"})
+        old, row = (find_row(text, path.name) for text in (page, new))
+        assert row == [*old[:3], " -1 ", old[4], " -3 ", *old[6:]] and len(row) == 8
+    with pytest.raises(ValueError, match=r"no row of configs/unknown\.py"):
+        recipes.with_cells(page, replace(recipes.RECIPES[0], config="unknown"), {})
 
 
 def test_ppo_config_differs_from_its_base_only_where_it_says() -> None:

@@ -230,19 +230,19 @@ def with_cells(page: str, recipe: Recipe, new: dict[int, str]) -> str:
     if start < 0:
         raise ValueError(f"{PAGE} has no row of configs/{recipe.config}.py")
     end = page.index("\n", start)
-    row = page[start:end].strip("| ").split(" | ")
-    row = [new.get(place, cell) for place, cell in enumerate(row)]
-    return f"{page[:start]}| {' | '.join(row)} |{page[end:]}"
+    row = page[start + 1 : end - 1].split("|")
+    row = [f" {new[place]} " if place in new else cell for place, cell in enumerate(row)]
+    return f"{page[:start]}|{'|'.join(row)}|{page[end:]}"
 
 
 def draw(rows: dict[Recipe, list[Row]]) -> None:
     """Draws a panel for each recipe: values of each step, their average, held-out values."""
     height = -(-len(rows) // COLUMNS)
     figure = Figure(figsize=(2.6 * COLUMNS, 1.9 * height), dpi=100, layout="constrained")
-    panels = figure.subplots(height, COLUMNS, squeeze=False).flat
+    panels = list(figure.subplots(height, COLUMNS, squeeze=False).flat)
     for axes, (recipe, of_run) in zip(panels, rows.items(), strict=False):
         draw_panel(axes, recipe, of_run)
-    for axes in list(panels)[len(rows) :] if len(rows) % COLUMNS else []:
+    for axes in panels[len(rows) :]:
         axes.set_visible(False)
     figure.savefig(PICTURE)
 

@@ -23,6 +23,7 @@ from spmdrl.algo.correction import (
     off_policy_keep,
     rejection_keep,
 )
+from spmdrl.algo.demonstrations import Objective, mixing
 from spmdrl.algo.distillation import distilling
 from spmdrl.algo.kl import ESTIMATORS, above_cut, k1, k3, with_gradient_of_k2
 from spmdrl.algo.losses import (
@@ -92,7 +93,10 @@ def policy_objective(
             sums["logprob_diff_max"] = masked_max((ours - mb.rollout_logprobs).abs(), mb.loss_mask)
         return loss, sums | further
 
-    return objective if algo.distillation is None else distilling(objective, algo.distillation)
+    whole: Objective = objective
+    if algo.demonstrations:
+        whole = mixing(objective, algo, loss_of(algo).pairs is not None, kl, kl_coef, entropy_coef)
+    return whole if algo.distillation is None else distilling(whole, algo.distillation)
 
 
 def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> Terms | None:

@@ -91,6 +91,14 @@ class AlgoConfig:
     policy_loss: str | Callable[..., Any] = "ppo"
     # options of this loss, by the names of its parameters: {"clip_high": 0.28} for ppo
     loss_args: Mapping[str, Any] = field(default_factory=dict)
+    # of a loss of pairs: the answers of highest and lowest reward, or (SPIN) a demonstration and a
+    # sampled answer
+    pairs: Literal["best_worst", "demonstration"] = "best_worst"
+    # of the rollout.n answers to a prompt, so many are those that its row has
+    # (data.demonstration_key); LUFFY's is 1. docs/demonstrations.md
+    demonstrations: int = 0
+    # policy shaping: a demonstration's token counts pi / (pi + gamma); None: pi
+    policy_shaping_gamma: float | None = 0.1
     # None: what the loss's (or the estimator's) paper has, else token_mean
     aggregation: Aggregation | Callable[..., Any] | None = None
     norm_length: int | None = None  # of seq_mean_token_sum_norm; None: rollout.max_tokens

@@ -72,6 +72,9 @@ class DataConfig(PolicyRowsConfig):
     # the column with the reference answer; where a row has none of the default's, its column
     # ground_truth, label, answer or solution is read, if it has one of them
     ground_truth_key: str = "reward_model.ground_truth"
+    # the column with an answer of somebody else to learn from, or with several; a row may have
+    # none. algo.demonstrations says how many of a prompt's answers they are
+    demonstration_key: str | None = None
     prompts_per_step: int = 64
     max_prompt_tokens: int = 1024
     overlong_prompts: Literal["filter", "truncate", "error"] = "filter"  # truncate keeps the end

@@ -45,6 +45,9 @@ class RolloutConfig:
     # further ones of vLLM's EngineArgs, by name: {"max_num_batched_tokens": 16384}; any of
     # rollout/vllm/core.py's MAY_BE_SET
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    # vLLM's speculative decoding: {"method": "ngram", "num_speculative_tokens": 4}, or by a draft
+    # model: {"model": "runs/small", "num_speculative_tokens": 4}. docs/speculative.md
+    speculative: Mapping[str, Any] = field(default_factory=dict)
     sleep: bool = True  # give the engine's memory back while training, where ranks do both
     # engine e takes a fixed share, whatever its speed: for GPU and hf runs that are to repeat bit
     # for bit

@@ -97,6 +97,9 @@ class TrainConfig:
     # rollout engine sent it to (rollout routing replay); None: to those that it chooses itself.
     # docs/experts.md
     router_replay: Literal["R3"] | None = None
+    # of fsdp, of a model with experts: weight of the loss by which routers learn to send the tokens
+    # of each sequence to all experts alike; 0: there is none. docs/experts.md
+    router_aux_loss_coef: float = 0.0
     lora: LoraConfig | None = None  # train adapters only. docs/lora.md
     freeze_vision: bool = False  # of a model that sees images: its tower stays as it is
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from spmdrl.config import ConfigError, DataConfig, SamplerConfig
 from spmdrl.data.chat import Encoder
+from spmdrl.data.demonstrations import DemonstrationReader
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.pictures import open_picture, says_image, size_of, with_parts
 from spmdrl.data.prompt_fields import (
@@ -84,6 +85,7 @@ class RowsSeen(NamedTuple):
     left_out: dict[str, int]  # by name: see Encoder.left_out
     images: MostImages
     marks: RowMarks | None  # where they were asked for
+    demonstrations: dict[str, int]  # of DemonstrationReader.counts; empty where none are read
 
 
 class RowChecker:
@@ -98,8 +100,11 @@ class RowChecker:
         wrong_truth: Callable[[str, Any], str | None],
         takes_truth: Callable[[str], bool],
         sampler: SamplerConfig | None = None,
+        demonstrations: DemonstrationReader | None = None,
     ) -> None:
-        """sampler: of the run, where each row is to be marked for it."""
+        """sampler: of the run, where each row is to be marked for it. demonstrations: where those
+        of the rows are read.
+        """
         self.config, self.encoder, self.vision = config, encoder, vision
         self.needs_truth, self.wrong_truth = needs_truth, wrong_truth
         self.takes_truth = takes_truth
@@ -107,7 +112,8 @@ class RowChecker:
         self.num_escaped = 0
         self.left_out: Counter[str] = Counter()
         self.images = MostImages()
-        self.sampler = sampler
+        self.sampler, self.demonstrations = sampler, demonstrations
+        self.demonstrated: Counter[str] = Counter()
         self.marks: list[tuple[str, float]] = []  # data source and difficulty of each row
 
     def length(self, row: dict[str, Any], path: Path) -> int:
@@ -124,6 +130,8 @@ class RowChecker:
         self.num_escaped += found.escaped
         if fits:
             self.left_out.update(left_out_of(fields, row, self.encoder))
+        if self.demonstrations is not None and (fits or self.config.overlong_prompts == "truncate"):
+            self.demonstrated.update(self.demonstrations.counts(row, found.text))
         if self.vision is not None:
             self.images = self.images.beside(fields, self.vision, fits)
         return len(found.ids)
@@ -146,13 +154,17 @@ class RowChecker:
         gathered: list[Any] = [None] * topology.world
         # bad rows were looked at once more, behind the others
         num_own = len(range(topology.rank, num_rows, topology.world))
-        own = (self.sources, self.num_escaped, self.left_out, self.images, self.marks[:num_own])
+        own = (
+            self.sources, self.num_escaped, self.left_out, self.images, self.marks[:num_own],
+            self.demonstrated,
+        )  # fmt: skip
         dist.all_gather_object(gathered, own, group=topology.group)
-        sources, escaped, left_out, images, shares = zip(*gathered, strict=True)
+        sources, escaped, left_out, images, shares, demonstrated = zip(*gathered, strict=True)
         names = tuple(sorted(set().union(*sources)))
         seen = RowsSeen(
             names, sum(escaped), sum_by_name(left_out), MostImages.of(images),
             None if self.sampler is None else marks_of(shares, num_rows, names, self.sampler),
+            sum_by_name(demonstrated),
         )  # fmt: skip
         report_escaped(seen.num_escaped, num_rows, topology)
         report_left_out(seen.left_out, num_rows, topology)

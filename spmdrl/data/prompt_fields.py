@@ -54,6 +54,8 @@ def columns_of(config: DataConfig) -> tuple[str, ...]:
     others = ("extra_info", "metadata", "images", "image", "videos", "tools", "instruction")
     known = (*PROMPTS, *TRUTHS, *SOURCES, *others)
     keys = [config.prompt_key, config.ground_truth_key]
+    if config.demonstration_key is not None:
+        keys.append(config.demonstration_key)
     if needs_difficulty(config.sampler):
         keys.append(config.sampler.difficulty_key)
     return tuple(dict.fromkeys((*columns_at(*keys), *known)))

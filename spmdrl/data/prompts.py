@@ -19,8 +19,9 @@ makes one turn of it. Other columns are not read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ import numpy as np
 from spmdrl.config import ConfigError, DataConfig, SamplerConfig
 from spmdrl.data.benchmarks import BENCHMARKS
 from spmdrl.data.chat import Encoder
+from spmdrl.data.demonstrations import DemonstrationReader, report_demonstrations
 from spmdrl.data.images import ImageLimits, ImageProcessor
 from spmdrl.data.prompt_checks import MostImages, RowChecker, RowsSeen, handle_overlong
 from spmdrl.data.prompt_fields import (
@@ -65,6 +67,7 @@ class PromptDataset:
     images         the most that a prompt has, and the tokens of the largest; 0 where there is none
     num_tokens     (len(self),) int64, of each prompt
     marked         what a sampler must know of each prompt, where it was asked for
+    demonstrated   counts of the rows' demonstrations, where they are read (demonstrations.py)
     """
 
     def __init__(
@@ -82,12 +85,15 @@ class PromptDataset:
         images: MostImages,
         num_tokens: np.ndarray,
         marked: PromptRows | None = None,
+        reader: DemonstrationReader | None = None,
+        demonstrated: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.files, self.rows = files, rows  # rows: (len(self),) int64, global row numbers
         self.vision, self.images, self.num_tokens = vision, images, num_tokens
         self.encoder, self.config, self.data_sources = encoder, config, data_sources
         self.num_overlong, self.num_bad, self.num_escaped = num_overlong, num_bad, num_escaped
         self.left_out, self.marked = left_out, marked
+        self.reader, self.demonstrated = reader, demonstrated
 
     @classmethod
     def load(
@@ -103,6 +109,7 @@ class PromptDataset:
         benchmark: str = "",
         takes_truth: Callable[[str], bool] = lambda data_source: True,
         sampler: SamplerConfig | None = None,
+        demonstration_tokens: int = 0,
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
@@ -111,7 +118,9 @@ class PromptDataset:
         vision: of the model, where it sees images. benchmark: the name of the one whose published
         rows the files have. takes_truth: whether the reward of a data_source would be given one, so
         that several columns which may be it are an error.
-        sampler: of the run, where these prompts are drawn by it.
+        sampler: of the run, where these prompts are drawn by it. demonstration_tokens: the most of
+        a demonstration, where those of the rows are read (config.demonstration_key); 0: they are
+        not.
         Raises ConfigError, the same on every rank, for a file that cannot be read, for the first
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
@@ -120,8 +129,11 @@ class PromptDataset:
         encoder = Encoder(
             tokenizer, config, config.max_prompt_tokens, vocab_size, image_text=written
         )  # fmt: skip
+        key, reader = config.demonstration_key, None
+        if key is not None and demonstration_tokens:
+            reader = DemonstrationReader.of(key, encoder, demonstration_tokens)
         checker = RowChecker(
-            config, encoder, vision, needs_truth, wrong_truth, takes_truth, sampler
+            config, encoder, vision, needs_truth, wrong_truth, takes_truth, sampler, reader
         )
         lengths = measure_rows(files, checker.length, topology, config.on_bad_row)
         rows = np.flatnonzero(lengths != BAD_ROW)
@@ -137,10 +149,13 @@ class PromptDataset:
                     word[config.overlong_prompts],
                 )
         seen = checker.of_all_ranks(len(files), topology)
+        if reader is not None:
+            report_demonstrations(seen.demonstrations, len(files), reader, topology)
         return cls(
             files, rows, encoder, config, seen.data_sources, len(overlong), num_bad,
             seen.num_escaped, seen.left_out, vision, seen.images,
             np.minimum(lengths[rows], config.max_prompt_tokens), marked_rows(seen, rows),
+            reader, seen.demonstrations,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -150,7 +165,8 @@ class PromptDataset:
         """The prompt at 0 <= index < len(self); its id is the row number over all files."""
         row = int(self.rows[index])
         path = self.files.locate(row)[0].path
-        fields = prompt_fields(self.files.row(row), path, self.config, self.vision is not None)
+        content = self.files.row(row)
+        fields = prompt_fields(content, path, self.config, self.vision is not None)
         token_ids, text, _ = encode(fields, self.encoder, self.config, self.vision)
         if len(token_ids) > self.config.max_prompt_tokens:
             token_ids = token_ids[-self.config.max_prompt_tokens :]
@@ -158,6 +174,7 @@ class PromptDataset:
         return Prompt(
             row, token_ids, fields.data_source, fields.ground_truth, text, fields.extra_info,
             fields.prompt if isinstance(fields.prompt, list) else None, fields.images,
+            () if self.reader is None else self.reader.read(content, text),
         )  # fmt: skip
 
     def looks(self, *others: PromptDataset) -> ImageLimits | None:

@@ -86,6 +86,23 @@ def apply_expert_gate(experts: Any, gate_up: Any) -> Any:
     return experts._apply_gate(gate_up)
 
 
+def declared_routers(model: Any) -> list[tuple[Any, int]]:
+    """Returns the modules whose output has a router's scores, in their order in the model, and
+    where in it these are, as transformers declares them for output_router_logits. Reads the
+    _can_record_outputs of a model and of the models in it.
+    """
+    found: dict[int, tuple[Any, int]] = {}
+    for part in model.modules():
+        recorder = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorder is None:
+            continue
+        inside = f".{recorder.layer_name}." if recorder.layer_name else "."
+        for name, module in part.named_modules():
+            if isinstance(module, recorder.target_class) and inside in f".{name}.":
+                found[id(module)] = module, recorder.index
+    return list(found.values())
+
+
 def gated_delta_functions() -> tuple[Any, Any]:
     """Returns the causal convolution and the gated delta rule of Qwen3.5's layers: those of
     causal-conv1d and flash-linear-attention where these are installed, else torch's. Reads

@@ -43,6 +43,7 @@ SAME = {
     "vllm_tensor_parallel_size": "rollout.tensor_parallel",
     "vllm_enable_sleep_mode": "rollout.sleep", "top_entropy_quantile": "algo.top_entropy_fraction",
     "off_policy_mask_threshold": "algo.off_policy_mask_threshold",
+    "router_aux_loss_coef": "actor.router_aux_loss_coef",
     "entropy_coef": "algo.entropy_coef", "entropy_target": "algo.entropy_target",
     "entropy_coef_min": "algo.entropy_coef_min", "entropy_coef_max": "algo.entropy_coef_max",
     "lora_r": "actor.lora.rank", "lora_alpha": "actor.lora.alpha",
@@ -63,6 +64,9 @@ ALWAYS = {
     "attn_implementation": "actor.attention", "config": "",
 }  # fmt: skip
 NOTES = {  # what to do about settings
+    "router_aux_loss_coef": "a loss of each sequence, summed over layers; TRL's is of a "
+    "micro-batch, and its coefficient times experts per token / layers is as strong here. Leave it "
+    "out for a model without experts: docs/experts.md",
     "dataset_mixture": "data.train takes several files; data.sampler.weights are shares of a step, "
     "by data_source, where the mixture's are shares of each data set's rows: docs/mixtures.md",
 }
@@ -224,6 +228,8 @@ def translate(given: Mapping[str, Any], ranks: int) -> Translation:
             continue
         if name in SAME:
             t.set(SAME[name], value, name if name in given else "")
+            if value and name in NOTES:
+                t.notes[setting(name, value)] = NOTES[name]
         elif name in ALWAYS:
             t.granted[name] = ALWAYS[name] or "the command line"
         elif name in given and value not in (False, None, "", [], {}):

@@ -154,7 +154,7 @@ def reference(s: Mapping[str, Any], t: Translation) -> list[str]:
 
 
 def experts(s: Mapping[str, Any], t: Translation) -> list[str]:
-    """Router replay, and experts spread over the ranks of an engine."""
+    """Router replay, the load-balancing loss, and experts spread over the ranks of an engine."""
     modes = f"{ACTOR}.router_replay.mode", f"{ACTOR}.megatron.router_replay.mode"
     returned, spread = f"{ROLLOUT}.enable_rollout_routing_replay", f"{ROLLOUT}.expert_parallel_size"
     given = [name for name in modes if s.get(name)] or [returned]
@@ -171,7 +171,13 @@ def experts(s: Mapping[str, Any], t: Translation) -> list[str]:
             t.notes[setting(spread, s[spread])] = (
                 "an engine spreads experts over its rollout.tensor_parallel ranks: set it above 1"
             )
-    return [*modes, returned, spread]
+    coef = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
+    if s.get(coef):
+        t.notes[setting(coef, s[coef])] = (
+            "engine megatron has no such loss here; with engine fsdp it is "
+            "actor.router_aux_loss_coef, the loss of seq_aux_loss: docs/experts.md"
+        )
+    return [*modes, returned, spread, coef]
 
 
 def is_megatron(s: Mapping[str, Any], theirs: str) -> bool:

@@ -163,8 +163,11 @@ def scale_rollout(scaled: Scaled, roles: Mapping[str, Ranks], on_gpu: bool) -> N
     scaled.set("rollout.tensor_parallel", tp, f"rollout has {len(roles['rollout'])} ranks")
     if tp == 1:
         scaled.set("rollout.expert_parallel", False, "without tensor_parallel")
-    tokens = TURN_TOKENS if config.tools or config.environment or config.agent else TOKENS
+    several = config.tools or config.environment or config.agent
+    # of demonstrations, which nobody samples, those that are longer would be left out
+    tokens = TURN_TOKENS if several or config.algo.demonstrations else TOKENS
     scaled.lower("rollout.n", SAMPLES, "small")
+    scaled.lower("algo.demonstrations", SAMPLES - 1, "small")
     scaled.lower("rollout.max_tokens", tokens, "small")
     scaled.lower("rollout.min_tokens", value_at(scaled.config, "rollout.max_tokens"), "small")
     scaled.lower("rollout.max_num_seqs", 32, "small")

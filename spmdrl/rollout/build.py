@@ -84,6 +84,12 @@ def check_engine(model: str, hf: Any, config: RolloutConfig, strict: bool) -> No
         f"rollout.engine_args={dict(config.engine_args)} are {other.title}'s: set "
         f"rollout.engine={other.name!r} or leave them out",
     )
+    other = next(s for s in ENGINES.values() if s.speculates)
+    require(
+        not config.speculative or spec.speculates,
+        f"rollout.speculative={dict(config.speculative)} is {other.title}'s: set "
+        f"rollout.engine={other.name!r} or leave it out",
+    )
     other = next(s for s in ENGINES.values() if s.spreads_experts)
     require(
         not config.expert_parallel or spec.spreads_experts,

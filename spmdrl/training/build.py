@@ -315,7 +315,8 @@ def load_train(config: PpoConfig, tokenizer: Any, topology: Topology) -> PromptD
     """The prompts to train on. Collective."""
     sampler = config.data.sampler
     tracked = sampler if is_tracked(sampler) else None
-    return load_dataset(config.data.train, config, tokenizer, topology, sampler=tracked)
+    longest = config.rollout.max_tokens if config.algo.demonstrations else 0
+    return load_dataset(config.data.train, config, tokenizer, topology, "", tracked, longest)
 
 
 def load_held_out(
@@ -332,15 +333,18 @@ def load_held_out(
 
 def load_dataset(
     paths: str | tuple[str, ...], config: PpoConfig, tokenizer: Any, topology: Topology,
-    benchmark: str = "", sampler: SamplerConfig | None = None,
+    benchmark: str = "", sampler: SamplerConfig | None = None, demonstration_tokens: int = 0,
 ) -> PromptDataset:  # fmt: skip
-    """sampler: where prompts are drawn by it. Collective."""
+    """sampler: where prompts are drawn by it; demonstration_tokens: as of PromptDataset.load.
+    Collective.
+    """
     data, hf = prompts_of(config), load_hf_config(config.model)
     vision = ImageProcessor.load(config.model, hf, data)
     reward = rewards_of(config)
     return PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
         needs_truth(reward), truth_checker(reward), vision, benchmark, takes_truth(reward), sampler,
+        demonstration_tokens,
     )  # fmt: skip
 
 
@@ -448,7 +452,8 @@ def leftover_of(config: PpoConfig) -> PartialRollouts | None:
     """None where a step asks for no more than it trains on."""
     if config.rollout.oversample == 1:
         return None
-    return PartialRollouts(config.rollout, by_agents=config.agent is not None)
+    given, by_agents = config.algo.demonstrations, config.agent is not None
+    return PartialRollouts(config.rollout, demonstrations=given, by_agents=by_agents)
 
 
 def build_agents(

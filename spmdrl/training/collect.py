@@ -18,6 +18,7 @@ from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.runner import check_invalid
+from spmdrl.rollout.demonstrations import demonstration_samples, training_questions
 from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.rollout.sampling import (
     evaluation_params,
@@ -65,7 +66,8 @@ class PromptSource:
 
 
 def collect(roles: Roles, source: PromptSource, step: int) -> RolloutResult:
-    """Asks every prompt n times and scores the answers. On the ranks that sample or score.
+    """Asks every prompt n times, less the demonstrations that it has, and scores all answers. On
+    the ranks that sample or score.
 
     With dynamic sampling a group whose rewards are all equal is left out, and more prompts are
     asked until the step is full or algo.dynamic_sampling rounds are over (DAPO).
@@ -121,7 +123,7 @@ def ask(
 ) -> list[Sample]:
     """Answers to (group, prompt) of the whole step, those that this rank made.
 
-    With a greedy baseline the greedy answers are among them, with index -1.
+    Demonstrations are among them, and with a greedy baseline the greedy answers, with index -1.
     """
     sampler, config = roles.sampler, roles.config
     if not sampler.here:
@@ -129,13 +131,13 @@ def ask(
     with roles.phases("rollout", sampler.topology):
         # a later round may ask a prompt again, after the end of an epoch: other seeds
         purpose = "train" if sampling_round == 1 else f"train round {sampling_round}"
-        address = {"run_seed": config.seed, "step": step}
-        questions = questions_of(prompts, config.rollout.n, purpose=purpose, **address)
+        questions = training_questions(prompts, config, step, purpose)
         samples, _ = sample_questions(
             sampler.scheduler, questions, training_params(config.rollout), **hooks(roles)
         )
+        samples += demonstration_samples(prompts, config, step, sampler.topology, roles.tokenizer)
         if config.rollout.greedy_baseline:
-            firsts = questions_of(prompts, 1, purpose="greedy", **address)
+            firsts = questions_of(prompts, 1, run_seed=config.seed, step=step, purpose="greedy")
             greedy, _ = sample_questions(
                 sampler.scheduler, [replace(question, index=GREEDY) for question in firsts],
                 greedy_params(config.rollout), **hooks(roles),
@@ -160,8 +162,7 @@ def ask_for_some(
     fresh = take(roles, source, more, step) if more > 0 else []
     prompts = leftover.renumbered() + list(enumerate(fresh, start=len(leftover.prompts)))
     with roles.phases("rollout", sampler.topology):
-        new = questions_of(prompts[len(leftover.prompts) :], config.rollout.n,
-                           run_seed=config.seed, step=step)  # fmt: skip
+        new = training_questions(prompts[len(leftover.prompts) :], config, step)
         questions = leftover.questions + new
         unanswered = {question.group for question in questions}
         enough = wanted - (len(prompts) - len(unanswered))  # some were complete before
@@ -177,7 +178,9 @@ def ask_for_some(
         leftover.prompts = [each for each in prompts if each[0] not in taken]
         leftover.questions = questions
         leftover.samples = [s for s in samples if s.group not in taken]
-    return [s for s in samples if s.group in taken]
+        complete = [each for each in prompts if each[0] in taken]
+        found = demonstration_samples(complete, config, step, sampler.topology, roles.tokenizer)
+    return [s for s in samples if s.group in taken] + found
 
 
 def hooks(roles: Roles) -> dict[str, Any]:
@@ -276,17 +279,14 @@ def keep_groups(
     All of them, or with dynamic sampling those with unequal rewards, or values of
     algo.dynamic_sampling_metric, in order of their number. A group's samples may lie on several
     ranks. Returns the valid rewards of every group, also of those that are left out, as the reward
-    function gave them, with the id of its prompt.
+    function gave them, with the id of its prompt; those of demonstrations are not among them.
     """
     with roles.phases("reward", roles.sampling):
         keys = reward_keys_of(roles.config.algo)
         rows = [
-            [
-                s.group, s.prompt.id, math.nan if s.reward is None else s.reward,
-                *rewards_of(s, keys, roles.config.algo),
-            ]
+            [s.group, s.prompt.id, success_of(s), *rewards_of(s, keys, roles.config.algo)]
             for s in samples
-        ]  # fmt: skip
+        ]
         table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 4 + max(len(keys), 1))
         groups: dict[int, list[float]] = {}
         compared: dict[int, list[list[float]]] = {}  # what the estimator compares
@@ -294,7 +294,8 @@ def keep_groups(
         everyone = torch.cat(all_gather_rows(table, roles.sampling)).tolist()
         for group, prompt_id, given, reward, *others in everyone:
             valid = not math.isnan(reward)
-            heard.setdefault(int(group), (int(prompt_id), []))[1].extend([given] * valid)
+            counts = not math.isnan(given)
+            heard.setdefault(int(group), (int(prompt_id), []))[1].extend([given] * counts)
             groups.setdefault(int(group), []).extend([reward] * valid)
             compared.setdefault(int(group), []).extend([others] * valid)
         result.num_sampled += len(groups)
@@ -310,6 +311,13 @@ def keep_groups(
                 result.samples.append(sample)
         result.num_groups += len(taken)
     return [heard[group] for group in sorted(heard)]
+
+
+def success_of(sample: Sample) -> float:
+    """Returns what the reward function says of the policy's answer; nan where it is invalid, or the
+    answer is not the policy's.
+    """
+    return math.nan if sample.reward is None or sample.is_demonstration else sample.reward
 
 
 def rewards_of(sample: Sample, keys: tuple[str, ...], algo: AlgoConfig) -> list[float]:

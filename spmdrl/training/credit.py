@@ -31,6 +31,7 @@ from spmdrl.algo.correction import (
     rejection_keep,
     weight_moments,
 )
+from spmdrl.algo.demonstrations import demonstrated_mask, sampled_mask
 from spmdrl.algo.kl import above_cut
 from spmdrl.algo.losses import (
     SELECTION_OPTIONS,
@@ -75,14 +76,15 @@ def add_correction(
 ) -> dict[str, float]:  # fmt: skip
     """Sets kept_mask, the tokens that passed all tests, and policy_weights where a level is chosen.
 
-    The ratio is that of the policy the step starts from to the engine that sampled.
+    The ratio is that of the policy the step starts from to the engine that sampled. Demonstrations,
+    which no engine has sampled, are kept and have no part in it.
     """
     config = algo.correction
     all_weights, parts = [], torch.zeros(10, dtype=torch.float64)
     moments = torch.zeros(2, dtype=torch.float64)
     for batch in batches:
         assert batch.old_logprobs is not None
-        mask, lens = batch.loss_mask, batch.seq_lens
+        mask, lens = sampled_mask(batch), batch.seq_lens
         log_ratio = (batch.old_logprobs - batch.rollout_logprobs) * mask
         keep = rejection_keep(log_ratio, mask, lens, config.reject)
         weights = mask.clone()
@@ -90,7 +92,7 @@ def add_correction(
             weights = correction_weights(log_ratio, mask, lens, config)
             moments += weight_moments(weights, mask, lens, config.level)
         parts += mismatch_sums(log_ratio, weights * keep, keep, mask, lens)
-        batch.kept_mask = keep
+        batch.kept_mask = keep + demonstrated_mask(batch)
         all_weights.append(weights)
     total, number = summed(moments, topology).tolist()
     scale = number / total if config.normalize and total > 0 else 1.0

@@ -42,6 +42,7 @@ from spmdrl.training.batch_exchange import (
 )
 from spmdrl.training.collect import RolloutResult
 from spmdrl.training.credit import resample
+from spmdrl.training.logs.demonstrations import demonstration_metrics
 from spmdrl.training.logs.metrics import sample_metrics
 from spmdrl.training.logs.sample_tokens import SampleRecorder, first_samples
 from spmdrl.training.online_preference import keep_pairs
@@ -175,9 +176,13 @@ def assign_and_pack(
     """
     algo, sampling, per_turn = roles.config.algo, roles.sampling, roles.config.rewards.per_turn
     metrics = sample_metrics(
-        rollout.all_samples, sampling, penalised=algo.overlong_buffer > 0,
-        replies=has_replies(roles.config), per_turn=per_turn,
+        [s for s in rollout.all_samples if not s.is_demonstration], sampling,
+        penalised=algo.overlong_buffer > 0, replies=has_replies(roles.config), per_turn=per_turn,
     )  # fmt: skip
+    if algo.demonstrations:
+        metrics |= demonstration_metrics(
+            rollout.all_samples, roles.config.rollout.n, rollout.num_sampled, sampling
+        )
     check_invalid(rollout.all_samples, roles.config.rewards, sampling)
     if estimator_of(algo).groups:
         equal = rollout.num_equal / max(rollout.num_sampled, 1)

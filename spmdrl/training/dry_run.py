@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from statistics import fmean
 from typing import Any
 
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig
+from spmdrl.data.demonstrations import demonstration_lines
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.row_reports import left_out_lines
 from spmdrl.distributed.placement import place, training_roles
@@ -76,9 +78,11 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
                   f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
                   "in their text",
                   *left_out_lines(dataset.left_out), *image_lines(dataset),
+                  *demonstration_lines(dataset.demonstrated),
                   *(mixture if name == "train" else []),
                   *held_out_lines(name, len(dataset), config),
-                  *scored_examples(examples_of(dataset), rewards, config.rewards)]  # fmt: skip
+                  *scored_examples(examples_of(dataset), rewards, config.rewards),
+                  *scored_demonstrations(examples_of(dataset), rewards, tokenizer)]  # fmt: skip
     rewards.close()
     if has_dialogue(config):
         sampling = place(config, ranks).roles["rollout"]
@@ -125,10 +129,7 @@ def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -
     """
     first = prompts[0]
     shown = f"  prompt {first.id} ({first.data_source}): ...{first.text[-200:]!r}"
-    asks = {
-        source: [name for name in ASKED if name in rewards.reward_of(source).arguments]
-        for source in {prompt.data_source for prompt in prompts}
-    }
+    asks = asked_by(prompts, rewards)
     samples = [
         answered_rightly(prompt)
         for prompt in prompts
@@ -154,6 +155,30 @@ def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -
     if sample.reward == 0:
         verdict += " (right only if the grader wants more than the bare answer)"
     return [shown, f"  reward of its ground truth {sample.response!r} as the answer: {verdict}"]
+
+
+def asked_by(prompts: list[Prompt], rewards: Any) -> dict[str, list[str]]:
+    """Returns by data source what its reward asks for and a dry run cannot give."""
+    return {
+        source: [name for name in ASKED if name in rewards.reward_of(source).arguments]
+        for source in {prompt.data_source for prompt in prompts}
+    }
+
+
+def scored_demonstrations(prompts: list[Prompt], rewards: Any, tokenizer: Any) -> list[str]:
+    """Scores the first demonstration of each prompt that has one; held-out prompts have none."""
+    asks = asked_by(prompts, rewards)
+    samples = [
+        answered(prompt, str(tokenizer.decode(prompt.demonstrations[0], skip_special_tokens=True)))
+        for prompt in prompts
+        if prompt.demonstrations and not asks[prompt.data_source]
+    ]
+    if not samples:
+        return []
+    rewards.score(samples)
+    found = [sample.reward for sample in samples if sample.reward is not None]
+    mean = f"mean {fmean(found):g}" if found else "none, it fails"
+    return [f"  reward of a demonstration, of {len(samples)} prompts: {mean}"]
 
 
 def answered_rightly(prompt: Prompt) -> Sample:

@@ -1,9 +1,10 @@
 """Online preference optimisation: pairs of a step's own samples, and the gradient of their loss.
 
-The best and the worst answer to a prompt are a pair. Only these two are sent to the ranks that
-train. They may lie on different ranks and in different micro-batches: before each update the
-derivative of the loss by the log-probability of each answer is computed on all ranks alike, and
-given to the answer's tokens as their advantage.
+The best and the worst answer to a prompt are a pair; with algo.pairs="demonstration" the answer
+that its row has and a sampled one are (SPIN, Chen et al. 2024, arXiv 2401.01335). Only these two
+are sent to the ranks that train. They may lie on different ranks and in different micro-batches:
+before each update the derivative of the loss by the log-probability of each answer is computed on
+all ranks alike, and given to the answer's tokens as their advantage.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.algo.demonstrations import are_demonstrations
 from spmdrl.algo.losses import loss_of
 from spmdrl.algo.options import given_options
 from spmdrl.algo.preference_losses import Pairs
@@ -36,12 +38,16 @@ def keep_pairs(
     Rewards are compared with their penalties, within algo.reward_clip. Samples that are invalid or
     have no token to learn from are in no pair. Collective over the ranks that sample.
     """
-    rows = [[s.group, s.index, is_usable(s), compared_reward(s, config)] for s in samples]
-    table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
+    rows = [
+        [s.group, s.index, is_usable(s), compared_reward(s, config), s.is_demonstration]
+        for s in samples
+    ]
+    table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 5)
     everyone = torch.cat(all_gather_rows(table, topology))
     everyone = everyone[address_order(everyone[:, :2])]
-    groups, _, usable, rewards = everyone.unbind(1)
-    pairs = best_and_worst_of_groups(groups.long(), rewards, usable > 0)
+    groups, _, usable, rewards, given = everyone.unbind(1)
+    compared = rewards if config.algo.pairs == "best_worst" else given
+    pairs = best_and_worst_of_groups(groups.long(), compared, usable > 0)
     kept = {(int(group), int(index)) for group, index, *_ in everyone[pairs.flatten()].tolist()}
     metrics = {"pairs/share": len(pairs) / max(len(groups.unique()), 1)}
     if len(pairs):
@@ -86,11 +92,11 @@ def weigh_pairs(
     loss = loss_of(config.algo)
     function = partial(loss.function, **given_options(loss.function, config.algo.loss_args))
     table, rows = gather_answers(batch, logprobs, config, topology)
-    groups, _, rewards, sums, ref_sums, tokens = table.view(-1, 2, NUM_COLUMNS).unbind(2)
+    groups, _, compared, sums, ref_sums, tokens = table.view(-1, 2, NUM_COLUMNS).unbind(2)
     # both answers to a prompt are in its mini-batch, and nothing else is
-    is_pair = (groups[:, 0] == groups[:, 1]) & (rewards[:, 0] != rewards[:, 1])
+    is_pair = (groups[:, 0] == groups[:, 1]) & (compared[:, 0] != compared[:, 1])
     assert is_pair.all()
-    order = rewards.argsort(dim=1, descending=True)  # the chosen one first
+    order = compared.argsort(dim=1, descending=True)  # the chosen one first
     chosen_first = (part for x in (sums, ref_sums, tokens) for part in x.gather(1, order).unbind(1))
     of_chosen, of_rejected, metrics = pair_gradients(Pairs(*chosen_first), function)
     gradients = torch.stack([of_chosen, of_rejected], dim=1).scatter(
@@ -109,14 +115,16 @@ def gather_answers(
 ) -> tuple[Tensor, Tensor]:
     """Returns a row for every answer of all ranks, and which row each sequence here belongs to.
 
-    The table is float64, ordered by address: group, which of its answers, reward, and sums over the
-    answer's tokens: log-probability by the policy, by the reference, number. The sequences of an
-    agent's trajectory are one answer. Collective.
+    The table is float64, ordered by address: group, which of its answers, what the two of a pair
+    are compared by, and sums over the answer's tokens: log-probability by the policy, by the
+    reference, number. The sequences of an agent's trajectory are one answer. Collective.
     """
     answers = batch.indices % config.rollout.n if config.agent is not None else batch.indices
     refs = torch.zeros_like(logprobs) if batch.ref_logprobs is None else batch.ref_logprobs
     sums = [summed(x * batch.loss_mask, batch) for x in (logprobs.double(), refs.double())]
-    columns = [batch.groups, answers, batch.rewards, *sums, summed(batch.loss_mask, batch)]
+    by_reward = config.algo.pairs == "best_worst"
+    compared = batch.rewards if by_reward else are_demonstrations(batch)
+    columns = [batch.groups, answers, compared, *sums, summed(batch.loss_mask, batch)]
     tables = all_gather_rows(torch.stack([c.double() for c in columns], dim=1), topology)
     first = sum(len(t) for t in tables[: topology.rank])
     everyone = torch.cat(tables)

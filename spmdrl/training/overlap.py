@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spmdrl.rollout.demonstrations import demonstration_samples, training_questions
 from spmdrl.rollout.multi_turn.conversation import has_replies
-from spmdrl.rollout.sampling import SampleRequest, questions_of, sample_questions, training_params
+from spmdrl.rollout.sampling import SampleRequest, sample_questions, training_params
 from spmdrl.training.collect import (
     PromptSource,
     RolloutResult,
@@ -31,7 +32,7 @@ class StepRequests:
     """The requests of one step so far."""
 
     step: int
-    samples: list[Sample]  # that ended on this rank, not scored yet
+    samples: list[Sample]  # that ended on this rank, or are demonstrations; not scored yet
     left: list[SampleRequest]  # unanswered, some of them begun; the same on every rank
 
 
@@ -84,11 +85,10 @@ def collect_overlapping(
 
 def begin(roles: Roles, source: PromptSource, step: int) -> StepRequests:
     config = roles.config
-    prompts = take(roles, source, config.data.prompts_per_step, step)
-    questions = questions_of(
-        list(enumerate(prompts)), config.rollout.n, purpose="train", run_seed=config.seed, step=step
-    )
-    return StepRequests(step, [], questions)
+    prompts = list(enumerate(take(roles, source, config.data.prompts_per_step, step)))
+    topology = roles.sampler.topology
+    given = demonstration_samples(prompts, config, step, topology, roles.tokenizer)
+    return StepRequests(step, given, training_questions(prompts, config, step))
 
 
 def ask(roles: Roles, requests: StepRequests, until: Callable[[], bool] | None = None) -> None:

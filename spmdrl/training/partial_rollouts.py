@@ -35,6 +35,7 @@ class PartialRollouts:
     prompts: list[tuple[int, Prompt]] = field(default_factory=list)  # (group, prompt)
     questions: list[SampleRequest] = field(default_factory=list)  # unanswered, some of them begun
     samples: list[Sample] = field(default_factory=list)  # not scored yet
+    demonstrations: int = 0  # algo.demonstrations: so many of a group are not asked
     by_agents: bool = False  # agents make the samples; those that had begun begin anew after a load
 
     def renumbered(self) -> list[tuple[int, Prompt]]:
@@ -56,6 +57,7 @@ class PartialRollouts:
             {
                 "format": FORMAT,
                 "n": self.config.n,
+                "demonstrations": self.demonstrations,
                 "max_tokens": self.config.max_tokens,
                 "prompts": table([(group, prompt.id) for group, prompt in self.prompts], 2),
                 "questions": table([(q.group, q.index, q.seed) for q in self.questions], 3),
@@ -88,6 +90,13 @@ class PartialRollouts:
                 "the checkpoint holds samples begun "
                 f"{'without' if self.by_agents else 'by'} agents, and this run samples otherwise: "
                 "drop them with --rollout.oversample 1"
+            )
+        given = first.get("demonstrations", 0)
+        if self.demonstrations != given:
+            raise ConfigError(
+                f"the checkpoint holds answers begun with algo.demonstrations={given}; this run "
+                f"has {self.demonstrations}. Keep it, or drop what was begun with "
+                "--rollout.oversample 1"
             )
         if self.config.n != first["n"] or self.config.max_tokens < first["max_tokens"]:
             raise ConfigError(

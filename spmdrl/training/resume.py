@@ -14,7 +14,7 @@ from spmdrl.checkpoint.run_dir import lock_run_dir, write_config
 from spmdrl.config import ConfigError, RunConfig
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.collectives import broadcast_object
-from spmdrl.training.elastic import SizeChange, look_in_memory
+from spmdrl.training.elastic import SizeChange, in_memory_every, look_in_memory
 from spmdrl.training.run_identity import FORMAT, Tree, differences, identity
 from spmdrl.training.runtime import Runtime
 
@@ -86,8 +86,7 @@ def compare(
 
 def saves(config: RunConfig, runtime: Runtime) -> bool:
     """Whether the run saves checkpoints, on the disk or in memory."""
-    asked = config.checkpoint.in_memory_every_steps
-    return config.checkpoint.every_steps > 0 or runtime.elastic.in_memory_every_steps(asked) > 0
+    return config.checkpoint.every_steps > 0 or in_memory_every(config, runtime) > 0
 
 
 def compared(

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
-
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.correction import take_mismatch
+from spmdrl.algo.demonstrations import take_shares
 from spmdrl.algo.objectives import (
     corrects_before_update,
     needs_old_logprobs,
@@ -34,6 +32,7 @@ from spmdrl.training.process_reward_model import update_process_reward_model
 from spmdrl.training.push_weights import push_weights
 from spmdrl.training.reference_sync import sync_reference
 from spmdrl.training.roles import Roles, train
+from spmdrl.training.staleness import staleness
 from spmdrl.types import Batch
 
 
@@ -166,6 +165,7 @@ def update_actor(roles: Roles, batches: TrainBatches, step: int) -> None:
         if selects(algo) or weighs_pairs(algo):
             before = before_update(roles, step)
         updates = train(actor, batches.of(actor), loss_fn, config, algo.epochs, before)
+        take_shares(updates)
         batches.metrics |= take_mismatch(updates)
         batches.metrics |= {f"actor/{name}": value for name, value in updates.items()}
         if config.strict:
@@ -199,23 +199,3 @@ def before_update(roles: Roles, step: int) -> Callable[[Batch, int], dict[str, f
         return {}
 
     return before
-
-
-def staleness(roles: Roles, batches: list[Batch], step: int) -> dict[str, float]:
-    """Returns how many steps the weights that chose the tokens were behind those that now learn.
-
-    Never more than config.async_steps, but for samples that were kept: partial ones and replayed.
-    """
-    sums, most = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    for batch in batches:
-        age = (step - 1 - batch.policy_version) * (batch.loss_mask > 0)
-        sums += torch.stack([age.sum().double(), batch.loss_mask.sum(dtype=torch.float64)])
-        if len(age):
-            most = torch.maximum(most, age.max())
-    dist.all_reduce(sums, group=roles.actor.topology.group)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=roles.actor.topology.group)
-    config = roles.config
-    kept = config.rollout.oversample > 1 or config.algo.replay_steps > 0
-    assert kept or int(most) <= config.async_steps, (int(most), config.async_steps)
-    mean = float(sums[0] / sums[1].clamp(min=1))
-    return {"staleness/mean": mean, "staleness/max": float(most)}

@@ -172,7 +172,7 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedR
         name_padding(actor.model.pretrained[0], tokenizer)
     for name, value in task.notes.items():
         note(actor.model.pretrained[0], name, value)
-    teacher = build_teacher(config, runtime, actor, rows)
+    teacher = build_teacher(config, runtime, actor)
     run = SupervisedRun(
         task, config, runtime, actor, rows, held_out, order, tokenizer, SpanLog(runtime.phases),
         teacher,

@@ -13,7 +13,6 @@ import torch
 
 from spmdrl.config import SftConfig, SupervisedConfig
 from spmdrl.data.packing import BatchAssignment
-from spmdrl.data.supervised_rows import Rows
 from spmdrl.distributed.placement import Ranks, training_roles
 from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
@@ -34,9 +33,7 @@ class Teacher:
     channel: P2PChannel | None  # to the actor's ranks; None: rows are dealt out to the same ranks
 
 
-def build_teacher(
-    config: SupervisedConfig, runtime: Runtime, actor: Trainer, rows: Rows
-) -> Teacher | None:
+def build_teacher(config: SupervisedConfig, runtime: Runtime, actor: Trainer) -> Teacher | None:
     """None where the config has no distillation. Collective."""
     role = training_roles(config).get("ref")
     if role is None:
@@ -47,7 +44,7 @@ def build_teacher(
         PROGRESS.detail(model_text(role.model))
         ranks = Topology.build(topology.device, share=actor.topology, **train_degrees(role))
         engine = build_engine("policy", role.model, role, ranks, frozen=True)
-        trainer = Trainer("ref", ranks, engine, rows.images)
+        trainer = Trainer("ref", ranks, engine)
         trainer.model.offload()
         apart = trainer.ranks != actor.ranks
         return Teacher(trainer, config.distillation.topk, P2PChannel(topology) if apart else None)

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from launchers_on_hosts import Side, serve_store, wait_for
+from launchers_on_hosts import Side, serve_store, two_hosts, wait_for
 from programs import CONFIG, metrics_of, train, write_task
 from ranks import SERVER
-from virtual_hosts import Network, why_not
+from virtual_hosts import Network
 
 pytestmark = pytest.mark.ranks
 
@@ -36,14 +36,10 @@ GATE = """
 
 @pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    network = Network(tmp_path_factory.mktemp("hosts"), ["left", "right"])
-    for host in network.hosts.values():  # each has memory of its own
-        host.run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
-    yield network
-    network.close()
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as network:
+        for host in network.hosts.values():  # each has memory of its own
+            host.run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+        yield network
 
 
 def set_up(folder: Path, model: Path, until: int) -> None:

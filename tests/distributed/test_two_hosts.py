@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from launchers_on_hosts import Side, is_running, wait_for
+from launchers_on_hosts import Side, is_running, two_hosts, wait_for
 from programs import CONFIG, metrics_of, write_task
-from virtual_hosts import Network, why_not
+from virtual_hosts import Network
 
 pytestmark = pytest.mark.ranks
 
@@ -31,12 +31,8 @@ FAILURE = (
 
 @pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    network = Network(tmp_path_factory.mktemp("hosts"), ["left", "right"])
-    yield network
-    network.close()
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as network:
+        yield network
 
 
 def test_a_cut_cable_ends_both_sides_and_the_run_goes_on(network, qwen3, tmp_path):

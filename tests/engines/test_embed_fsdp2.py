@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded_models import rl_config
+from embedded_models import refusal, rl_config
 from fsdp_hosts import Host, fsdp_host, sft_step, weights_of
 from ranks import groups_that_end, run_calls, run_ranks
 from tiny_models import save_qwen3, save_qwen3_moe
@@ -110,6 +110,49 @@ def test_a_hosts_updates_are_those_of_our_engine(tmp_path):
                 assert one[1][1]["grad_norm"] == pytest.approx(ours[1][1]["grad_norm"], rel=0.1)
             else:
                 compare(one, ours, case)
+
+
+def after_failure_on(topology, model, cases):
+    """The weights of each host after a step of the program's own: behind an update that the user's
+    loss ends in its second micro-batch, and by itself.
+    """
+    from spmdrl.algo.objectives import policy_objective
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.engines.fsdp.hosted_actor import FsdpActor
+
+    found, loss_fn = [], policy_objective(AlgoConfig())
+    batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
+    for host in cases:
+        with groups_that_end():
+            hosted, optimizer = fsdp_host(model, host)
+            given, calls = TrainConfig(micro_batch_tokens=32), []
+
+            def ends_second(logprobs, entropy, mb, calls=calls):
+                calls.append(mb)
+                if len(calls) == 2:
+                    raise RuntimeError("of the user's loss")
+                return loss_fn(logprobs, entropy, mb)
+
+            actor = FsdpActor(hosted, optimizer, replace(rl_config(model), actor=given))
+            everyone = Topology.build(topology.device, hosted=True, dp=-1)
+            engine = actor.engine(actor.role(given), everyone)
+            with pytest.raises(RuntimeError, match="of the user's loss"), actor.driven_by_us():
+                engine.update(batch, ends_second, temperature=0.8)
+            assert all(p.grad is None for p in hosted.parameters())
+            alone, its_optimizer = fsdp_host(model, host)
+            for program in ((hosted, optimizer), (alone, its_optimizer)):
+                sft_step(*program, 1)
+            found.append((weights_of(hosted), weights_of(alone)))
+    return found
+
+
+def test_a_failed_update_leaves_the_programs_next_step_alone(tmp_path):
+    """With replicas FSDP2 keeps sums of gradients, and whether to reduce them, beside p.grad."""
+    model = str(save_qwen3(tmp_path, tie_word_embeddings=False))
+    for found in run_ranks(2, after_failure_on, model, [TWO["replicas"], Host()]):
+        for behind, alone in found:
+            for name, tensor in alone.items():
+                assert torch.equal(behind[name], tensor), name
 
 
 # ---- whole steps
@@ -394,19 +437,6 @@ def unsharded_on(topology, model):
         change(hosted)
         said.append(refusal(attach, hosted, optimizer, rl_config(model, "nowhere")))
     return said
-
-
-def refusal(attach, *args):
-    """What attach says; nothing is left of it."""
-    import torch.distributed.distributed_c10d as c10d
-
-    groups = set(c10d._world.pg_map)
-    try:
-        attach(*args)
-    except ConfigError as error:
-        assert set(c10d._world.pg_map) == groups
-        return str(error)
-    return "it was accepted"
 
 
 def test_what_does_not_fit_is_said_in_a_sentence(tmp_path):

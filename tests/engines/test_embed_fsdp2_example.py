@@ -31,14 +31,20 @@ def test_the_program_trains_and_then_learns_from_rewards_and_examples_in_turn(tm
     said = run("train.py", "--train-iters", "100")
     losses = [float(x) for x in re.findall(r"\| loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] - 0.5
-    rl = ["--rl-config", str(EXAMPLE / "rl_config.py"), "--lr-warmup-iters", "1", "--lr", "5e-4"]
-    said = run(
-        "train_rl.py", "--load", "runs/embed_fsdp2/pretrained/iter_100", "--finetune", *rl,
-        "--save", "runs/embed_fsdp2/rl", "--train-iters", "8",
-        "--rl-schedule", '{"sft": 1, "rl": 1}',
-    )  # fmt: skip
-    kinds = ["rl" if "reward/mean" in line else "sft" for line in said.splitlines()
-             if line.startswith("iteration ")]  # fmt: skip
-    assert kinds == ["sft", "rl"] * 4
+    rl = [
+        "--rl-config", str(ROOT / "examples/embed_megatron/rl_config.py"), "--lr", "5e-4",
+        "--lr-warmup-iters", "1", "--save", "runs/embed_fsdp2/rl", "--save-interval", "4",
+        "--train-iters", "8", "--rl-schedule", '{"sft": 1, "rl": 1}',
+    ]  # fmt: skip
+    said = run("train_rl.py", "--load", "runs/embed_fsdp2/pretrained/iter_100", "--finetune", *rl)
+    whole = iterations(said)
+    assert ["rl" if "reward/mean" in line else "sft" for line in whole] == ["sft", "rl"] * 4
     assert "eval/reward" in said
-    assert (tmp_path / "runs/embed_fsdp2/rl/iter_8/.metadata").is_file()
+    rest = iterations(run("train_rl.py", "--load", "runs/embed_fsdp2/rl/iter_4", *rl))
+    assert rest == whole[4:]
+
+
+def iterations(said):
+    """The lines of iterations, without their seconds."""
+    lines = [line for line in said.splitlines() if line.startswith("iteration ")]
+    return [line.rpartition(" | ")[0] for line in lines]

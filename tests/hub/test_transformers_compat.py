@@ -56,6 +56,19 @@ def test_transformers_still_keeps_the_name_of_the_attention_in_the_config(model:
     assert not any(isinstance(weight, torch.Tensor) for weight in weights or ())  # eager has some
 
 
+def test_transformers_still_declares_where_the_scores_of_routers_are() -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+        mlp_only_layers=[1],
+    )  # fmt: skip
+    moe: Any = AutoModelForCausalLM.from_config(config)
+    found = transformers_compat.declared_routers(moe)
+    gates = [moe.model.layers[0].mlp.gate, moe.model.layers[2].mlp.gate]
+    assert [(id(gate), 0) for gate in gates] == [(id(m), index) for m, index in found]
+    assert transformers_compat.declared_routers(Qwen3ForCausalLM(CONFIG)) == []
+
+
 def test_transformers_still_names_the_repeated_layers_of_a_model(model: Any) -> None:
     assert transformers_compat.undivided_layers(model) == {type(model.model.layers[0]).__name__}
 

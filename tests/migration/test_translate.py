@@ -289,6 +289,9 @@ def test_router_replay_experts_optimizers_and_fsdp_of_verl(tmp_path: Path) -> No
     t = of_verl(actor__router_replay__mode="R2", rollout__enable_rollout_routing_replay=True)
     assert "actor.router_replay" not in t.fields
     assert "actor_rollout_ref.actor.router_replay.mode=R2" in t.notes
+    coef = "actor__megatron__override_transformer_config__moe_aux_loss_coeff"
+    t = of_verl(**{coef: 0.001})
+    assert any("actor.router_aux_loss_coef" in why for why in t.notes.values())
     assert run_of(of_verl(rollout__expert_parallel_size=2), tmp_path).rollout.expert_parallel
     alone = of_verl(rollout__expert_parallel_size=8, rollout__tensor_model_parallel_size=1)
     assert "rollout.expert_parallel" not in alone.fields
@@ -524,3 +527,6 @@ def test_epochs_and_a_warm_up_that_is_a_share_are_taken_as_they_are() -> None:
     assert (ours.fields["epochs"], ours.fields["actor.optim.warmup_ratio"]) == (2, 0.03)
     assert "actor.optim.decay_steps" not in ours.fields and "steps" not in ours.fields
     assert any("data.sampler.weights" in why for why in ours.notes.values())
+    balanced = trl.translate(given | {"router_aux_loss_coef": 0.01}, 1)
+    assert balanced.fields["actor.router_aux_loss_coef"] == 0.01
+    assert any("experts per token / layers" in why for why in balanced.notes.values())

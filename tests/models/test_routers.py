@@ -10,8 +10,11 @@ from families import BY_KIND, config_of
 from torch import Tensor
 
 from spmdrl.config import ConfigError
+from spmdrl.engines.fsdp.router_aux_loss import routers_of
 from spmdrl.engines.fsdp.router_replay import Routers, routing_of
 from spmdrl.engines.fsdp.trial import tiny_copy
+from spmdrl.hub.hf_folder import meta_model
+from spmdrl.hub.tiny_config import tiny_config
 
 # every family of docs/models.md with experts that engine fsdp trains
 ROUTED = [
@@ -20,6 +23,13 @@ ROUTED = [
     "glm_moe_dsa", "gpt_oss", "minimax", "minimax_m2", "granitemoe", "granitemoehybrid", "olmoe",
     "hunyuan_v1_moe", "ernie4_5_moe", "exaone_moe", "jamba", "lfm2_moe", "dots1",
 ]  # fmt: skip
+
+
+# whose scores are sigmoids; those of the others are softmax(logits)
+SIGMOIDS = {
+    "deepseek_v3", "deepseek_v32", "kimi_linear", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+    "minimax_m2", "exaone_moe", "lfm2_moe", "dots1",
+}  # fmt: skip
 
 
 def logits_and_gradients(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -58,6 +68,28 @@ def test_a_family_computes_with_the_experts_that_are_replayed(kind):
     learning = [g for n, g in grads.items() if any(n.startswith(f"{name}.") for name in names)]
     assert learning and any(float(grad.abs().max()) > 0 for grad in learning)
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain)
+
+
+@pytest.mark.parametrize("kind", [*ROUTED, "phimoe", "deepseek_v4"])
+def test_the_scores_of_a_familys_routers_are_known_without_their_weights(kind):
+    """Those whose routers return no experts, or weights of other scores, are refused."""
+    large = config_of(BY_KIND[kind])
+    if kind == "hunyuan_v1_moe":  # its default is one expert, whose weight is 1 with any scores
+        large.update({"moe_topk": 8})
+    model = meta_model(tiny_config(large, meta_model(large)))
+    if kind in ("llama4_text", "jamba", "phimoe", "deepseek_v4"):
+        with pytest.raises(ConfigError, match=f"'{kind}': its .* does not return logits, weights"):
+            routers_of(model)
+        return
+    scores = {output.scores for _, output in routers_of(model)}
+    assert scores == {"sigmoid" if kind in SIGMOIDS else "softmax"}
+
+
+def test_the_scores_of_a_router_may_be_what_it_returns():
+    large = config_of(BY_KIND["gemma4_text"])
+    experts = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+    large.update({"enable_moe_block": True, **experts})
+    assert {output.scores for _, output in routers_of(meta_model(large))} == {"none"}
 
 
 def test_the_routing_of_a_large_model_is_known_without_its_weights():

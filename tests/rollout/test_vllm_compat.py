@@ -189,6 +189,38 @@ def test_vllm_still_draws_tokens_by_a_generator_for_each_row() -> None:
     assert torch.equal(draws(), draws()) and set(draws().tolist()) == {1, 2}
 
 
+def test_vllm_still_decides_on_drafts_by_functions_of_its_rejection_sampler() -> None:
+    """Called by name in RejectionSampler.forward; test_speculative.py runs an engine so."""
+    from vllm.v1.sample import rejection_sampler as module
+
+    own = module.rejection_sample, module.expand_batch_to_tokens
+    forward = inspect.getsource(module.RejectionSampler.forward)
+    assert "rejection_sample(" in forward and "apply_sampling_constraints(" in forward
+    assert "expand_batch_to_tokens(" in inspect.getsource(module.apply_sampling_constraints)
+    with compat.rejection_sampling_by(torch.add, torch.sub):
+        assert (module.rejection_sample, module.expand_batch_to_tokens) == (torch.add, torch.sub)
+    assert (module.rejection_sample, module.expand_batch_to_tokens) == own
+
+
+def test_vllm_still_keeps_a_draft_model_in_the_runners_drafter(engine: VllmEngine) -> None:
+    """test_speculative.py has an engine whose draft model proposes what its files would say."""
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+    assert "get_model(" in inspect.getsource(DraftModelProposer._get_model)
+    read: list[str] = []
+    model: Any = nn.Module()
+    model.load_weights = lambda weights: read.extend(name for name, _ in weights)
+    runner = SimpleNamespace(drafter=SimpleNamespace(model=model))
+    worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+    drafts = SimpleNamespace(draft_model_config=engine.core.vllm_config.model_config)
+    compat.read_draft_model(
+        SimpleNamespace(
+            model_executor=worker, vllm_config=SimpleNamespace(speculative_config=drafts)
+        )
+    )
+    assert "model.embed_tokens.weight" in read
+
+
 def test_vllm_still_gives_logprobs_as_ids_values_and_ranks() -> None:
     ids, values, ranks = torch.tensor([[3]]), torch.tensor([[-0.5]]), torch.tensor([0])
     found = compat.logprobs_tensors(ids, values, ranks)

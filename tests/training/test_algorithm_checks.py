@@ -273,7 +273,7 @@ def test_every_option_of_one_algorithm_alone_has_its_reader():
         "entropy_coef", "entropy_target",
         "top_entropy_fraction", "positive_nll_coef", "dynamic_sampling", "overlong_buffer",
         "sample_filter", "epochs", "mini_batches", "critic_warmup_steps", "correction",
-        "reward_clip", "distillation", "ref_model_sync_steps",
+        "reward_clip", "distillation", "ref_model_sync_steps", "demonstrations",
     }  # fmt: skip
     assert for_all | set(READERS) == {f.name for f in fields(AlgoConfig)}
     assert not for_all & set(READERS)

@@ -77,6 +77,10 @@ def config_of(advantage="grpo", policy_loss="ppo", **options):
         ref=TrainConfig(model="teacher") if "distillation" in options else TrainConfig(),
         rollout=replace(BASE.rollout, greedy_baseline=advantage == "remax"),
     )
+    if config.algo.demonstrations:
+        config = replace(config, data=replace(BASE.data, demonstration_key="answer"))
+    if config.algo.pairs == "demonstration":
+        config = replace(config, rollout=replace(BASE.rollout, n=2))
     check_algo(config)
     return config
 
@@ -154,6 +158,10 @@ OPTIONS = {
             topk=5, tail=False, coef=2.0, loss_max_clamp=0.012)},
     "online dpo": {"policy_loss": "dpo", "mini_batches": 3, "overlong_buffer": 10},
     "online simpo": {"policy_loss": "simpo", "epochs": 2, "reward_clip": (0.0, 0.5)},
+    "demonstrations": {"demonstrations": 1, "kl_coef": 0.1, "entropy_coef": 0.01,
+                       "correction": CorrectionConfig(level="token", reject={
+                           "token_k1": (0.8, 1.3)})},
+    "spin": {"policy_loss": "dpo", "demonstrations": 1, "pairs": "demonstration"},
 }  # fmt: skip
 
 
@@ -176,7 +184,7 @@ CASES = {name: pairs()[name] for name in COVERING} | {
 
 def sample_of(group, index, config, step=0):
     """Prompt, answer with tool tokens in the middle; an empty one and two invalid ones."""
-    from spmdrl.types import Prompt, Sample, turn_ends
+    from spmdrl.types import DEMONSTRATED, Prompt, Sample, turn_ends
 
     rng = random.Random(1000 * step + 100 * group + index)
     n = 0 if (group, index) == (2, 1) else rng.randint(1, 24)
@@ -191,6 +199,8 @@ def sample_of(group, index, config, step=0):
         greedy_reward=float(group % 2), reward_info={"format": rng.random(), "correct": correct},
         penalty=-0.1 if config.algo.overlong_buffer and n > 14 else 0.0,
     )  # fmt: skip
+    if config.algo.demonstrations and index == config.rollout.n - 1 and group != 3:
+        sample.policy_version, sample.rollout_logprobs = [DEMONSTRATED] * n, [0.0] * n
     if config.rewards.per_turn and not invalid:
         sample.turn_rewards = [rng.uniform(-1, 1) for _ in turn_ends(mask)]
         sample.reward += sum(sample.turn_rewards)
@@ -264,7 +274,7 @@ def steps_on(topology, cases, splits, models):
             random.Random(budget).shuffle(addresses)
         mine = addresses[sampling.rank :: sampling.world] if sampling.here else []
         for name, config in cases.items():
-            samples = [sample_of(*address, config) for address in mine]
+            samples = [sample_of(g, i, config) for g, i in mine if i < config.rollout.n]
             needs_ref = config.algo.needs_reference or config.prm is not None
             asked = roles[1] if needs_ref else None
             if config.algo.distillation:  # another model than the actor

@@ -11,6 +11,14 @@ from programs import metrics_of, set_up, train
 pytestmark = [pytest.mark.ranks]
 
 
+CRITIC = """
+import dataclasses
+config = dataclasses.replace(
+    config, algo=AlgoConfig(advantage="gae"), placement={"critic": "0"},
+    critic=TrainConfig(dtype="float32", micro_batch_tokens=128))
+"""
+
+
 def explained(run: Path) -> dict[str, dict]:
     """The reports of a run, by the names of their files."""
     found = {path.name: json.loads(path.read_text()) for path in run.glob("mismatch/*.json")}
@@ -21,8 +29,12 @@ def explained(run: Path) -> dict[str, dict]:
 
 @pytest.mark.vllm
 def test_a_run_on_two_ranks_explains_each_step(tmp_path, qwen3):
-    """One vLLM of two tensor-parallel ranks, which sleeps while the actor's two shards learn."""
+    """One vLLM of two tensor-parallel ranks, which sleeps while the actor's two shards learn; a
+    critic on one of them.
+    """
     set_up(tmp_path, qwen3)
+    with Path(tmp_path, "cfg.py").open("a") as file:
+        file.write(CRITIC)
     done = train(
         tmp_path, 2, "--config", "cfg.py", "--explain_mismatch", "--rollout.engine", "vllm",
         "--rollout.tensor_parallel", "2",

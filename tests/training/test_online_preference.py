@@ -38,7 +38,7 @@ from spmdrl.config import (
 from spmdrl.data.packing import pack_samples
 from spmdrl.distributed.placement import training_roles
 from spmdrl.training.checks.algorithms import check_algo
-from spmdrl.types import Batch, Prompt, Sample
+from spmdrl.types import DEMONSTRATED, Batch, Prompt, Sample
 
 BETA, N, GROUPS = 0.3, 4, 5
 BASE = PpoConfig(
@@ -89,6 +89,14 @@ def trajectory_of(group: int, index: int) -> Sample:
     return replace(rows[0], rows=rows)
 
 
+def with_demonstration_of(group: int, index: int) -> Sample:
+    """The last answer to each prompt is one that its row has."""
+    sample = sample_of(group, index)
+    if index == N - 1:
+        sample.policy_version = [DEMONSTRATED] * len(sample.response_ids)
+    return sample
+
+
 ADDRESSES = [(group, index) for group in range(GROUPS) for index in range(N)]
 
 
@@ -109,7 +117,14 @@ LOSSES = {
     "ipo": with_algo(policy_loss="ipo", loss_args={"beta": BETA, "length_normalized": False}),
     "clipped": with_algo(policy_loss="dpo", loss_args={"beta": BETA}, reward_clip=(0.1, 0.3)),
     "agents": replace(BASE, agent=len),
+    "spin": with_algo(policy_loss="dpo", loss_args={"beta": BETA}, pairs="demonstration"),
 }
+
+
+def maker_of(config):
+    if config.algo.pairs == "demonstration":
+        return with_demonstration_of
+    return trajectory_of if config.agent is not None else sample_of
 
 
 def coefficients_on(topology, name):
@@ -118,7 +133,7 @@ def coefficients_on(topology, name):
     from spmdrl.training.online_preference import keep_pairs, prepare_pairs, weigh_pairs
 
     config = LOSSES[name]
-    make = trajectory_of if config.agent is not None else sample_of
+    make = maker_of(config)
     mine = [make(*address) for address in ADDRESSES[topology.rank :: topology.world]]
     kept, metrics = keep_pairs(mine, config, topology)
     batch = pack_samples(kept if config.agent is None else training_rows(kept, N))
@@ -176,7 +191,9 @@ def pairs_by_hand(config):
             s = sample_of(group, index)
             trained = sum(s.loss_mask) > 0 or config.agent is not None
             if s.invalid is None and trained:
-                seen.append((min(max(s.reward + s.penalty, low), high), index))
+                reward = min(max(s.reward + s.penalty, low), high)
+                by_reward = config.algo.pairs == "best_worst"
+                seen.append((reward if by_reward else float(index == N - 1), index))
         best, worst = (f(seen, key=lambda each: each[0]) for f in (max, min))
         if best[0] > worst[0]:
             found.append(((group, best[1]), (group, worst[1])))
@@ -197,7 +214,7 @@ def results(tmp_path_factory):
 def test_each_token_has_the_derivative_of_the_papers_loss(results, name):
     config = LOSSES[name]
     rows = [(g, i + N * k) for g, i in ADDRESSES for k in range(1 + (config.agent is not None))]
-    make = trajectory_of if config.agent is not None else sample_of
+    make = maker_of(config)
     samples = {}
     for group, index in ADDRESSES:
         sample = make(group, index)

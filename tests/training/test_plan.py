@@ -1,5 +1,6 @@
 """What is refused before anything is built, with the arithmetic."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -457,3 +458,37 @@ def test_replayed_experts_are_of_models_with_experts_and_of_no_supervised_run(qw
     data = SftDataConfig(train="t.jsonl", batch_size=4, max_tokens=64)
     with pytest.raises(ConfigError, match=r"actor\.router_replay='R3' has no effect on"):
         check_sft(SftConfig(model=str(experts), data=data, out="o", steps=1, actor=R3), 1)
+
+
+AUX = TrainConfig(router_aux_loss_coef=0.01)
+BALANCED = [
+    ({"critic": AUX, "algo": AlgoConfig(advantage="gae")}, None),
+    ({"actor": replace(AUX, compile=True)}, "does not go with actor.compile=True"),
+    ({"actor": replace(AUX, engine="megatron")}, "takes the packed sequences of a micro-batch"),
+    ({"actor": replace(AUX, router_aux_loss_coef=-0.1)}, "must be not negative"),
+    (
+        {"actor": TrainConfig(), "ref": AUX, "algo": AlgoConfig(kl_coef=0.1)},
+        "ref.router_aux_loss_coef=0.01 has no effect: the reference is not trained",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BALANCED)
+def test_a_load_balancing_loss_is_refused_where_it_cannot_be(experts, changes, said):
+    config = ppo_config(experts, **{"actor": AUX} | changes)
+    if said is None:
+        check(config, 1)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check(config, 1)
+
+
+def test_a_load_balancing_loss_is_of_models_with_experts_and_of_every_program(qwen3, experts):
+    said = r"actor\.router_aux_loss_coef does not go with model type 'qwen3': .* have no experts"
+    with pytest.raises(ConfigError, match=said):
+        check(ppo_config(qwen3, actor=AUX), 1)
+    data = SftDataConfig(train="t.jsonl", batch_size=4, max_tokens=64)
+    for model in (experts, qwen3):
+        config = SftConfig(model=str(model), data=data, out="o", steps=1, actor=AUX)
+        with pytest.raises(ConfigError, match=said) if model == qwen3 else nullcontext():
+            check_sft(config, 1)

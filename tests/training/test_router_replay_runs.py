@@ -17,7 +17,7 @@ REPLAYED = CONFIG.replace(
     'actor=TrainConfig(router_replay="R3", activation_checkpointing=True, ',
 )
 # Turns end with a digit or a small letter; the environment answers twice.
-TALK = REPLAYED.replace(
+TALK = REPLAYED.replace('"R3", ', '"R3", router_aux_loss_coef=0.01, ').replace(
     'engine="hf"', 'engine="hf", oversample=1.5, stop_token_ids=tuple(range(4, 44))'
 ).replace("mini_batches=2", "mini_batches=2, correction=CorrectionConfig(level='token')").replace(
     "max_tokens=8", "max_tokens=24"
@@ -85,6 +85,7 @@ def test_a_run_of_several_turns_resumes_with_the_experts_of_what_was_begun(folde
     )
     assert whole[1]["actor/logprob_diff_max"] < 1e-4 and whole[1]["turns/mean"] > 1.5
     assert whole[2]["staleness/max"] == 1
+    assert all(0.9 < row["actor/router_aux_loss"] < 4 for row in whole[1:])
     assert again[-1]["step"] == 3 and again[-2]["staleness/max"] == 1
     done = train(
         folder, 2, "--config", "talk.py", "--run_dir", "off", "--resume",

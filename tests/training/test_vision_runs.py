@@ -269,21 +269,21 @@ def test_a_model_learns_the_names_of_colours(tmp_path):
     subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, timeout=120)
     config = str(ROOT / "configs/qwen2_5_vl_tiny_colours_cpu.py")
     done = train(
-        tmp_path, 2, "--config", config, "--steps", "45", "--eval_every", "45", "--run_dir", "run"
+        tmp_path, 2, "--config", config, "--steps", "30", "--eval_every", "30", "--run_dir", "run"
     )
     assert done.code == 0, done.output[-6000:]
     rows = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").open()]
     right = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     assert right[0] < 0.2, right
-    assert right[45] > 0.4, right
+    assert right[30] > 0.25, right
 
     config = str(ROOT / "configs/qwen2_5_vl_tiny_look_cpu.py")
     done = train(
-        tmp_path, 2, "--config", config, "--steps", "14", "--eval_every", "14", "--run_dir", "look"
+        tmp_path, 2, "--config", config, "--steps", "10", "--eval_every", "10", "--run_dir", "look"
     )
     assert done.code == 0, done.output[-6000:]
     rows = [json.loads(line) for line in Path(tmp_path, "look/metrics.jsonl").open()]
     assert all(row.get("actor/logprob_diff_max", 0) < 1e-5 for row in rows)
     right = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     assert right[0] < 0.4, right
-    assert right[14] > 0.6, right
+    assert right[10] > 0.5, right

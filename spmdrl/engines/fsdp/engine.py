@@ -42,6 +42,7 @@ from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_sam
 from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.fsdp.prefix_sharing import units_for
 from spmdrl.engines.fsdp.recording import record_pass
+from spmdrl.engines.fsdp.router_aux_loss import RouterAuxLoss
 from spmdrl.engines.fsdp.router_replay import Routers
 from spmdrl.engines.fsdp.sharded_loading import (
     allocate,
@@ -121,6 +122,7 @@ class FsdpEngine:
         self.config, self.topology, self.team = config, topology, SequenceParallelGroup.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
         hf, files = open_model(kind, model, topology, load_weights)
+        self.aux_loss = RouterAuxLoss(hf, 0.0 if frozen else config.router_aux_loss_coef, self.team)
         layers.use_layers(hf, config, topology.device, strict)
         replays = kind == "policy" and not frozen and config.router_replay is not None
         self.routers = Routers(hf) if replays else None
@@ -192,14 +194,13 @@ class FsdpEngine:
         engine.config, engine.topology, engine.team = config, topology, None
         engine.routers, engine.adapters, engine.without_adapters = None, None, False
         engine.pretrained, engine.parts = [host.hf.config], checkpoint_parts(host.hf.config)
-        engine.module, engine.in_pairs = host.module, False
+        engine.module, engine.params = host.module, list(host.trained.values())
         engine.shares_prefixes = shares_prefixes(config, False, host.hf.config)
         # sharding is the program's: what it gathers when is not changed here
-        engine.gathers_once = engine.keeps_gathered = False
-        engine.offloaded, engine.driven = nullcontext(), host.driven
-        engine.loss_scale = host.loss_scale
+        engine.gathers_once = engine.keeps_gathered = engine.in_pairs = False
+        engine.offloaded, engine.aux_loss = nullcontext(), RouterAuxLoss(host.hf, 0.0, None)
+        engine.driven, engine.loss_scale = host.driven, host.loss_scale
         engine.trained, engine.optimizer = host.trained, host.optimizer
-        engine.params = list(engine.trained.values())
         engine.average, engine.num_updates, engine.copies = {}, 0, None
         return engine
 
@@ -274,10 +275,11 @@ class FsdpEngine:
             return {}
         parts = self.micro_batches(batch)
         self.optimizer.zero_grad()  # of an update that an exception has ended
-        with self.driven(), all_passes(self.module, self.gathers_once):
+        balancing = self.aux_loss.over(batch, group)
+        with self.driven(), all_passes(self.module, self.gathers_once), balancing:
             sums = self.backward(parts, loss_fn, temperature, images)
         grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
-        totals = reduce_metrics(counted_once(sums, self.team), group)
+        totals = reduce_metrics(counted_once(sums, self.team) | self.aux_loss.sums(), group)
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):
             self.optimizer.zero_grad()
             raise FloatingPointError(
@@ -291,6 +293,7 @@ class FsdpEngine:
             ema.update(self.average, self.trained, self.config.ema)
         self.num_updates += 1
         result = {"loss": totals.pop("loss_sum"), "grad_norm": float(grad_norm), "lr": lr}
+        result |= self.aux_loss.metrics(totals)
         for name, total in totals.items():
             result[name] = total if name.endswith("_max") else total / count
         return result
@@ -305,7 +308,7 @@ class FsdpEngine:
         for i, mb in enumerate(PROGRESS.each(parts, "micro-batches")):
             set_replica_sync(self.module, i == len(parts) - 1, self.gathers_once)
             inputs = self._inputs(mb)
-            with self._replaying(inputs):
+            with self._replaying(inputs), self.aux_loss.of(mb, inputs):
                 with self.offloaded:
                     if isinstance(self.module, TokenPolicy):
                         found = self._policy(inputs, images, temperature, teacher=True)

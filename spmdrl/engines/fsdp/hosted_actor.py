@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -82,12 +82,12 @@ class FsdpActor:
         """
         root = root_of(self.model)
         self.begin_anew(root)
-        try:
-            yield
-        except BaseException:
-            self.begin_anew(root)  # HSDP keeps a sum of gradients that zero_grad does not know
-            self.model.zero_grad()
-            raise
-        finally:
+        with ExitStack() as at_end:
             for unit in units_of(self.model):
-                unit.reshard()
+                at_end.callback(unit.reshard)
+            with ExitStack() as after_failure:
+                after_failure.callback(self.model.zero_grad)
+                # HSDP keeps a sum of gradients that zero_grad does not know
+                after_failure.callback(self.begin_anew, root)
+                yield
+                after_failure.pop_all()

@@ -41,7 +41,8 @@ def token_gradients(
     more gradient. batch: this rank's part of the mini-batch; seq: the sequence's number in it, None
     on ranks that have it not. still_going: called behind each token, which may take seconds.
     Returns None where none has it, or no token of it is trained on. The weights stay as they are.
-    Collective over the engine's ranks.
+    The load-balancing loss of routers is left out: it is of no single token. Collective over the
+    engine's ranks.
     """
     positions, own = own_tokens(batch, seq)
     positions = agreed(positions, engine)

@@ -246,6 +246,15 @@ def weights_on_disk(model_config: Any, model: nn.Module) -> Iterator[tuple[str, 
     return loader.get_all_weights(model_config, model)
 
 
+def read_draft_model(core: Any) -> None:
+    """Reads the weights of a draft model from its files. vLLM loads it in the format of the policy,
+    whose weights may be pushed later. Reads the runner's drafter.
+    """
+    drafter = model_runner(core).drafter
+    config = core.vllm_config.speculative_config.draft_model_config
+    drafter.model.load_weights(weights_on_disk(config, drafter.model))
+
+
 # ---- routed experts
 
 
@@ -386,6 +395,23 @@ def mask_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None)
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     return apply_top_k_top_p(logits, top_k, top_p)
+
+
+@contextmanager
+def rejection_sampling_by(
+    sample: Callable[..., Tensor], expand: Callable[..., Tensor]
+) -> Iterator[None]:
+    """While it is open, RejectionSampler.forward calls these functions instead of rejection_sample
+    and expand_batch_to_tokens of vllm.v1.sample.rejection_sampler.
+    """
+    from vllm.v1.sample import rejection_sampler as module
+
+    own = module.rejection_sample, module.expand_batch_to_tokens
+    module.rejection_sample, module.expand_batch_to_tokens = sample, expand
+    try:
+        yield
+    finally:
+        module.rejection_sample, module.expand_batch_to_tokens = own
 
 
 def draw_tokens(probs: Tensor, generators: Any, in_fp64: bool) -> Tensor:

@@ -35,6 +35,7 @@ from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
 from spmdrl.rollout.vllm import lora as vllm_lora
 from spmdrl.rollout.vllm.latent_attention import CPU_BACKEND, is_latent
+from spmdrl.rollout.vllm.speculative import speculative_config
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises what is above 0 and below this
 # of vLLM's EngineArgs: what decides how fast an engine is and how much memory it has, and neither
@@ -96,6 +97,11 @@ def build_core(
     """
     on_cpu = device.type == "cpu"
     eager = is_eager(config, not on_cpu, strict)
+    require(
+        on_cpu or frozen or not config.sleep or "model" not in config.speculative,
+        "rollout.speculative with a draft model: vLLM's sleep would drop its weights, which no "
+        "push brings back; set rollout.sleep=False, or use method 'ngram'",
+    )
     if on_cpu and not eager:
         require_compiler("rollout.enforce_eager=False", "leave it out")
     hf = load_hf_config(model)
@@ -117,10 +123,11 @@ def build_core(
         try:
             return started(args, executor, return_routed_experts, on_cpu)
         except (ValueError, TypeError) as error:
-            if not config.engine_args or isinstance(error, ConfigError):
+            fields = {"engine_args": config.engine_args, "speculative": config.speculative}
+            given = [f"rollout.{name}={dict(value)}" for name, value in fields.items() if value]
+            if not given or isinstance(error, ConfigError):
                 raise
-            given = f"rollout.engine_args={dict(config.engine_args)}"
-            raise ConfigError(f"vLLM does not start with {given}: {error}") from error
+            raise ConfigError(f"vLLM does not start with {' and '.join(given)}: {error}") from error
 
 
 def engine_args(
@@ -157,6 +164,7 @@ def engine_args(
         moe_backend=moe_backend(hf, on_cpu, in_floats),
         hf_overrides=vllm_fp8.OVERRIDES if config.quantization == "fp8" else overrides,
         enable_return_routed_experts=return_routed_experts,
+        speculative_config=speculative_config(config),
         **(cpu_args(hf.get_text_config()) if on_cpu else {}) | dict(config.engine_args) | blank,
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
         **(vllm_lora.engine_args(lora, model) if lora is not None else {}),

@@ -218,6 +218,7 @@ class AddressedNoise:
         self.seeds: dict[str, int] = {}  # by request id, of those that go on
         self.row_ids: list[str] = []
         self.row_seeds = torch.empty(0, dtype=torch.int64)
+        self.num_drafted: Tensor | int = 0  # by row, tokens behind its sequence that are proposed
         self.log_softmax = partial(torch.log_softmax, dim=-1)  # strict.py has another
         runner.sampler.topk_topp_sampler.forward = self.draw
 
@@ -228,15 +229,20 @@ class AddressedNoise:
 
         Stands in for TopKTopPSampler.forward. Row i belongs to the i-th request of the batch.
         """
+        logits = compat.mask_top_k_top_p(logits, top_k, top_p)
+        logprobs = self.log_softmax(logits.float())
+        tokens = compat.gumbel_argmax(logits, mix(self.addresses() + self.num_drafted))
+        return tokens, logprobs
+
+    def addresses(self) -> Tensor:
+        """Returns the address of the noise of each request's next token, (num_seqs,) int64. That of
+        the k-th token behind it is larger by k.
+        """
         batch = self.runner.input_batch
         if batch.req_ids != self.row_ids:
             self.row_ids = list(batch.req_ids)
             self.row_seeds = mix(torch.tensor([self.seeds[id] for id in self.row_ids]))
-        lengths = torch.from_numpy(batch.num_tokens_no_spec[: len(self.row_ids)])
-        logits = compat.mask_top_k_top_p(logits, top_k, top_p)
-        logprobs = self.log_softmax(logits.float())
-        tokens = compat.gumbel_argmax(logits, mix(self.row_seeds + lengths))
-        return tokens, logprobs
+        return self.row_seeds + torch.from_numpy(batch.num_tokens_no_spec[: len(self.row_ids)])
 
 
 def gather_only_sampled(runner: Any) -> None:

@@ -48,6 +48,7 @@ from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
 from spmdrl.rollout.vllm import latent_attention as vllm_latent
 from spmdrl.rollout.vllm import lora as vllm_lora
+from spmdrl.rollout.vllm import speculative as vllm_speculative
 from spmdrl.rollout.vllm import strict as vllm_strict
 from spmdrl.rollout.vllm.core import (
     LEAST_TEMPERATURE,
@@ -110,6 +111,10 @@ class VllmEngine:
             if self.on_cpu:
                 vllm_cpu.gather_only_sampled(self.runner)
                 self.noise = vllm_cpu.AddressedNoise(self.runner)
+                if config.speculative:
+                    vllm_speculative.accept_what_is_drawn(self.runner, self.noise)
+            if "model" in config.speculative and not load_weights:
+                compat.read_draft_model(self.core)
             self.slots = vllm_lora.AdapterSlots(self.runner, lora) if lora is not None else None
             if self.in_fp8 and load_weights:
                 self.load_quantized()
@@ -203,23 +208,34 @@ class VllmEngine:
             if answer is None:  # scheduled once more before it was aborted
                 continue
             new = output.new_token_ids
+            if output.finish_reason is not None:
+                answer.finish_reason = str(output.finish_reason)
+            kept = self.tokens_to_stop(id, new, answer.finish_reason == "stop")
+            if kept is not None:
+                new, answer.finish_reason = new[:kept], "stop"
+                if not output.finished:
+                    self.core.abort_requests([output.request_id])
             answer.token_ids += new
-            answer.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            answer.logprobs += output.new_logprobs.logprobs[: len(new), 0].tolist()
             answer.versions += [self.policy_version] * len(new)
             if self.expert_layers:
                 self.note_routed(answer, output.routed_experts)
-            if output.finish_reason is not None:
-                answer.finish_reason = str(output.finish_reason)
-            if id in self.detokenizers and self.detokenizers[id].update(
-                new, stop_terminated=answer.finish_reason == "stop"
-            ):
-                answer.finish_reason = "stop"
-                if not output.finished:
-                    self.core.abort_requests([output.request_id])
             if answer.finish_reason is not None:
                 self.forget(id)
                 ended.append((id, answer.completion()))
         return ended
+
+    def tokens_to_stop(self, id: int, new: Sequence[int], by_token: bool) -> int | None:
+        """Returns how many of a request's new tokens there are up to the end of a stop string; None
+        where none is complete. by_token: the last of them is a stop token.
+        """
+        if id not in self.detokenizers:
+            return None
+        for i, token in enumerate(new, start=1):
+            last = by_token and i == len(new)
+            if self.detokenizers[id].update([token], stop_terminated=last):
+                return i
+        return None
 
     def note_routed(self, answer: Answer, rows: np.ndarray | None) -> None:
         """rows: (num_new, num_layers, top_k) uint8 or uint16, of all layers, up to the last token

@@ -39,6 +39,8 @@ def check_adapter(lora: LoraConfig, config: RolloutConfig, hf: Any) -> None:
             f"{asked} does not go with rollout.quantization={config.quantization!r}: the base "
             f"would be in FP8 and the adapter not; {remedy}"
         )
+    if config.speculative:
+        raise ConfigError(f"{asked} was not tried with rollout.speculative; {remedy}")
     untried = untried_layers(hf)
     if untried is not None:
         raise ConfigError(f"{asked} was not tried with {untried}; {remedy}")

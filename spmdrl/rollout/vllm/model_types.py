@@ -121,6 +121,10 @@ def check_routed_experts(text: Any, config: RolloutConfig) -> None:
         "leave rollout.enforce_eager out",
     )
     require(
+        not config.speculative,
+        "actor.router_replay was not tried with rollout.speculative: leave one of them out",
+    )
+    require(
         text.model_type not in WITHOUT_ROUTED_EXPERTS,
         f"actor.router_replay: vLLM fails to return the experts of model type {text.model_type!r}, "
         f"whose layers carry a state; {REMEDY}",

@@ -30,6 +30,7 @@ from spmdrl.rollout.vllm.model_types import (
     check_model_type,
     check_routed_experts,
 )
+from spmdrl.rollout.vllm.speculative import check_speculative
 
 
 def build(
@@ -100,6 +101,7 @@ def check_model(model: str, hf: Any, config: RolloutConfig, strict: bool) -> Non
     check_expert_parallel(hf, config)
     check_images(hf)
     check_engine_args(config, strict)
+    check_speculative(hf, config, strict)
 
 
 SPEC = EngineSpec(
@@ -115,6 +117,7 @@ SPEC = EngineSpec(
     quantizes=True,
     leaves_towers=True,
     takes_engine_args=True,
+    speculates=True,
     spreads_experts=True,
     holds_frozen=True,
     read_pass=read_pass,

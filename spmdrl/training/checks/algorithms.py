@@ -14,6 +14,7 @@ from spmdrl.algo.advantages import Estimator, estimator_of, reward_keys_of
 from spmdrl.algo.correction import TESTS
 from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_of, loss_options
 from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, RolloutConfig, require
+from spmdrl.training.checks.demonstrations import check_demonstrations
 from spmdrl.training.checks.online_preference import check_pairs
 from spmdrl.training.checks.options import check_all_options, is_number, shown
 
@@ -64,6 +65,11 @@ READERS: Readers = {
     "overlong_penalty": ("overlong_buffer", lambda a: a.overlong_buffer > 0),
     "filter_power": ("sample_filter 'pow'", lambda a: a.sample_filter == "pow"),
     "replay_steps": ("sample_filter", lambda a: a.sample_filter is not None),
+    "pairs": ("losses of pairs: dpo, ipo, ...", lambda a: loss_of(a).pairs is not None),
+    "policy_shaping_gamma": (
+        "demonstrations above 0, with a loss that is not of pairs and has a ratio to shape",
+        lambda a: a.demonstrations > 0 and loss_of(a).pairs is None,
+    ),
 }
 
 
@@ -72,6 +78,7 @@ def check_algo(config: PpoConfig) -> None:
     algo = config.algo
     check_all_options(algo)
     check_pairs(config)
+    check_demonstrations(config)
     check_ranges(algo)
     check_read(algo)
     check_teacher(config)

@@ -307,6 +307,7 @@ def check_other_model(name: str, other: str, model: str, hf: PreTrainedConfig) -
 OF_TRAINING = (
     "offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
     "freeze_vision", "reshard_after_forward", "router_replay", "ema", "mtp_loss_scaling_factor",
+    "router_aux_loss_coef",
 )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ BOUNDS: Bounds = {
     "TrainConfig.ema": (0, 1), "TrainConfig.ulysses": COUNT,
     "LoraConfig.rank": COUNT, "LoraConfig.alpha": POSITIVE, "LoraConfig.seed": (0, 2**63 - 1),
     "AlgoConfig.epochs": COUNT, "AlgoConfig.mini_batches": COUNT,
-    "AlgoConfig.entropy_coef": (-1e15, None),
+    "AlgoConfig.entropy_coef": (-1e15, None), "AlgoConfig.policy_shaping_gamma": POSITIVE,
     "DistillationConfig.topk": (1, 64), "DistillationConfig.beta": (TINY, 1),
     "DistillationConfig.coef": POSITIVE, "DistillationConfig.loss_max_clamp": POSITIVE,
     "WeightsConfig.bucket_mib": (1, 2**24), "CheckpointConfig.keep": COUNT,

@@ -55,6 +55,7 @@ from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.mismatch import check_explain_mismatch
 from spmdrl.training.checks.ranges import check_bounds
+from spmdrl.training.checks.router_aux_loss import check_router_aux_loss
 from spmdrl.training.checks.router_replay import check_router_replay
 from spmdrl.training.checks.sampler import check_sampler
 from spmdrl.training.checks.strict import check_strict, check_strict_model
@@ -144,6 +145,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
         strict = config.strict and name == "actor"
         check_sharing(name, role, role.model or config.model, strict)
+        check_router_aux_loss(name, role, role.model or config.model)
     check_adapters(config, placement, hf)
     if "ref" in training_roles(config):
         check_reference(config, placement)

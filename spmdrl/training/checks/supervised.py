@@ -37,6 +37,7 @@ from spmdrl.training.checks.common import (
 from spmdrl.training.checks.distillation import check_sft_distillation, check_tokenizers
 from spmdrl.training.checks.length import check_length
 from spmdrl.training.checks.ranges import check_bounds
+from spmdrl.training.checks.router_aux_loss import check_router_aux_loss
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.logs.trackers import check_trackers
 from spmdrl.training.run_length import is_known, known_updates
@@ -154,6 +155,7 @@ def check_supervised(
     keep_towers(config, *others)
     for name, role in roles.items():
         check_sharing(name, role, role.model or config.model)
+        check_router_aux_loss(name, role, role.model or config.model)
     check_model_files(
         "model", config.model, load_hf_config(config.model),
         is_policy=not isinstance(config, RewardTrainingConfig),

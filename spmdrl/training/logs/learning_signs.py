@@ -70,7 +70,8 @@ def find_in_rl(
         "rate": no_learning_rate(rows, "actor"),
         "evaluation": same_evaluation(evaluations, "eval/reward"),
     }
-    if config.algo.reward_coef != 0:  # as a teacher alone has it, of whom the reward is no part
+    by_reward = config.algo.reward_coef != 0 and config.algo.pairs == "best_worst"
+    if by_reward:  # not where a teacher alone, or pairs of demonstrations, are learnt from
         found["reward"] = same_reward(rows, config) or small_reward(rows, config)
         found["groups"] = None if found["reward"] else few_signals(rows, config)
     return {name: text for name, text in found.items() if text is not None}

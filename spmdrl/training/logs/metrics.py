@@ -45,7 +45,7 @@ COLUMNS_OF_ROWS = {
     "invalid", "finish_reason", "response_tokens", "pred", "chat", "messages", "turn_rewards",
     "rows", "agent_output",
     "images", "tokens", "logprobs", "step", "advantage", "advantages", "trainer_logprobs",
-    "update_logprobs", "judge_score", "judge_verdicts",
+    "update_logprobs", "judge_score", "judge_verdicts", "demonstration",
 }  # fmt: skip
 MOST_IMAGES = 8  # of a prompt that are written to samples/images/
 MOST_IMAGE_BYTES = 4 * 2**20  # a larger image is not written there
@@ -283,7 +283,9 @@ def sample_row(s: Sample, replies: bool, of_tokens: Mapping[str, Any]) -> dict[s
         "data_source": s.prompt.data_source, "prompt": s.prompt.text, "response": s.response,
         "ground_truth": s.prompt.ground_truth,
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
-        "response_tokens": s.num_response_tokens, **({} if s.pred is None else {"pred": s.pred}),
+        "response_tokens": s.num_response_tokens,
+        **({"demonstration": True} if s.is_demonstration else {}),
+        **({} if s.pred is None else {"pred": s.pred}),
         **({} if s.prompt.chat is None else {"chat": without_pictures(s.prompt.chat)}),
         **({"messages": s.messages} if replies else {}),
         **({"turn_rewards": s.turn_rewards} if s.turn_rewards else {}),

@@ -28,12 +28,16 @@ Number = float | None  # None: a token that the policy did not choose, or no fin
 
 
 def token_fields(sample: Sample, tokenizer: Any, most: int) -> dict[str, Any]:
-    """Returns `tokens` and `logprobs` of the first `most` response tokens; {} where most is 0."""
+    """Returns `tokens` and `logprobs` of the first `most` response tokens; {} where most is 0. A
+    demonstration has no log-probabilities.
+    """
     if most == 0:
         return {}
+    texts = {"tokens": token_texts(tokenizer, sample.response_ids[:most])}
+    if sample.is_demonstration:
+        return texts
     kept = zip(sample.rollout_logprobs[:most], sample.loss_mask[:most], strict=True)
-    return {
-        "tokens": token_texts(tokenizer, sample.response_ids[:most]),
+    return texts | {
         "logprobs": [short(value) if chosen else None for value, chosen in kept],
     }
 

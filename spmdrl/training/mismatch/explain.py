@@ -116,7 +116,7 @@ def read_engine(
     """
     engine, device = roles.sampler.engine, roles.actor.topology.device
     critic, sent = roles.critic, roles.weight_bytes
-    if critic is not None:
+    if critic is not None and critic.here:
         critic.model.offload()  # it has computed its values, and the engine needs the room
     if roles.sleeps and device.type == "cuda":
         transfer(roles, roles.policy_version)
@@ -130,7 +130,7 @@ def read_engine(
     if roles.sleeps:
         engine.sleep()
     roles.actor.model.onload()
-    if critic is not None:
+    if critic is not None and critic.here:
         critic.model.onload()
     return weights, found
 

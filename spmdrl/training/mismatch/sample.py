@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from spmdrl.algo.demonstrations import sampled_mask
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.engines.base import TrainEngine
@@ -39,12 +40,13 @@ class WorstSample:
 
 
 def differences_of(batch: Batch) -> Tensor:
-    """(num_tokens,) float32 nats: |trainer - engine|, -1 where masked. What is not a finite number
-    counts as infinitely far.
+    """(num_tokens,) float32 nats: |trainer - engine|, -1 where masked, and on demonstrations. What
+    is not a finite number counts as infinitely far.
     """
     assert batch.old_logprobs is not None
     found = (batch.old_logprobs - batch.rollout_logprobs).abs()
-    return found.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(batch.loss_mask == 0, -1.0)
+    found = found.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return found.masked_fill(sampled_mask(batch) == 0, -1.0)
 
 
 def with_trainer_logprobs(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdrl.algo.demonstrations import are_demonstrations
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.engines.fsdp.token_gradients import TokenGradients
 from spmdrl.training.logs.sample_tokens import SampleRecorder, places, token_texts
@@ -60,15 +61,16 @@ def token_rows(
     """
     first = int((own.rollout_logprobs != 0).nonzero()[:1].sum())
     first = int((own.loss_mask > 0).nonzero()[0]) if bool(own.loss_mask.any()) else first
+    is_given = bool(are_demonstrations(own).any())  # no engine has sampled it, nothing weighs it
     columns: dict[str, Tensor | None] = {
-        "engine": own.rollout_logprobs,
+        "engine": None if is_given else own.rollout_logprobs,
         "ref": own.ref_logprobs,
         "trainer": last if own.old_logprobs is None else own.old_logprobs,
         "update": None if own.old_logprobs is None else last,
         "value": own.values,
         "advantage": own.advantages,
         "mask": own.loss_mask,
-        "weight": own.policy_weights,
+        "weight": None if is_given else own.policy_weights,
     }
     old = columns["trainer"]
     if last is not None and old is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded_models import PP2, TP2, host_model, rl_config
+from embedded_models import PP2, TP2, host_model, refusal, rl_config
 from ranks import groups_that_end, run_ranks
 from training_batches import CONFIG, whole_batch
 
@@ -312,19 +312,6 @@ def refused_on(topology, model, other):
         with mock.patch.object(part, "grad_scaler", ConstantGradScaler(8.0), create=True):
             said.append(refusal(attach, chunks, optimizer, base))
     return said
-
-
-def refusal(attach, *args):
-    """What attach says; nothing is left of it."""
-    import torch.distributed.distributed_c10d as c10d
-
-    groups = set(c10d._world.pg_map)
-    try:
-        attach(*args)
-    except ConfigError as error:
-        assert set(c10d._world.pg_map) == groups
-        return str(error)
-    return "it was accepted"
 
 
 # fields of the host's config that a step does not do, or config.model does not have

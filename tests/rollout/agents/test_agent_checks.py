@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -170,8 +171,8 @@ def test_bubblewrap_lets_it_write_to_its_own_tmp_alone(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An image with a shell alone, made of this host's files."""
+def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An image of podman with a shell alone, made of this host's files."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("podman", "runc"))):
         pytest.skip("it needs podman and runc, as root: apt-get install podman runc catatonit")
     settings = tmp_path / "containers.conf"
@@ -187,12 +188,35 @@ def podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     image = "localhost/spmdrl-test"
     load = ["podman", "import", "-", image]
     subprocess.run(load, input=pack.stdout, check=True, capture_output=True, timeout=60)
-    return image
+    yield image
+    subprocess.run(["podman", "rmi", "--force", image], check=True, timeout=60)
+
+
+@pytest.fixture(params=["podman", "docker"])
+def runner(
+    request: pytest.FixtureRequest, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """docker is Docker's own client; Docker's API is served by podman, which needs no daemon."""
+    if request.param == "podman":
+        yield "podman"
+        return
+    if not shutil.which("docker"):
+        pytest.skip("it needs Docker's client")
+    address = f"unix://{tmp_path}/docker.sock"
+    monkeypatch.setenv("DOCKER_HOST", address)
+    server = subprocess.Popen(["podman", "system", "service", "--time", "0", address])
+    end = time.monotonic() + 30
+    while subprocess.run(["docker", "version"], capture_output=True, timeout=30).returncode:
+        assert server.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+    yield "docker"
+    server.terminate()
+    server.wait(timeout=30)
 
 
 @pytest.mark.sandbox
-def test_a_container_is_told_the_row_and_ends_with_its_agent(podman: str) -> None:
-    container: dict[str, Any] = {"runner": "podman", "runner_args": (podman,)}
+def test_a_container_is_told_the_row_and_ends_with_its_agent(runner: str, image: str) -> None:
+    container: dict[str, Any] = {"runner": runner, "runner_args": (image,)}
     found = run(["sh", "-c", "echo $OPENAI_API_KEY $1; echo 0.5", "-", "{prompt}"], **container)
     assert found == {"score": 0.5, "output": "the key 2+3\n0.5\n"}
     agent = CommandAgent(["sh", "-c", "echo up; while :; do :; done"], AgentConfig(**container))
