@@ -24,7 +24,7 @@ import fire
 
 from spmdrl.cli.arguments import converted
 from spmdrl.cli.help import asks_for_help
-from spmdrl.cli.paths import check_folder
+from spmdrl.cli.paths import check_folder, check_writable
 from spmdrl.config import ConfigError
 from spmdrl.distributed.env import before_torch, without_garbage_collection
 from spmdrl.distributed.exit import FAILED, GUARD, exit_config, leave_for_torchrun
@@ -69,6 +69,8 @@ def main(
         tolerance = converted(tolerance, float, "--tolerance")
         address = address_of(sample)
         check_folder("RUN", run_dir)
+        folder = Path(run_dir, "replay")
+        check_writable("RUN/replay", str(folder))
         PROGRESS.start(f"reading {run_dir}")
         PROGRESS.now(LIBRARIES)
         before_torch()
@@ -84,11 +86,11 @@ def main(
         if gradients:
             check_gradients(plan.config, address)
         tried = edit_of(plan, edit, overrides)
-        folder = Path(run_dir, "replay")
     except ConfigError as error:
         exit_config(error)
     with started(placed(plan.config, folder, True)) as runtime:
         plan = plan.with_config(fetch(plan.config, runtime.phases, "all", ()))
+        tried = tried and tried.of(plan.config)
         differs = replay(plan, runtime, tried, address, tolerance, gradients)
     if differs:
         leave_for_torchrun(differs)
@@ -99,6 +101,8 @@ def start_ranks(ranks: int) -> None:
     """Becomes the launcher of so many ranks, where there is none yet. Raises ConfigError where
     there is one, of another number.
     """
+    if ranks < 0:
+        raise ConfigError(f"--ranks {ranks}: how many processes are to be started?")
     if "RANK" in os.environ:
         world = int(os.environ["WORLD_SIZE"])
         if ranks not in (0, world):
@@ -140,8 +144,10 @@ def replay(
     run, on every rank: "" where nothing does, or where an edit is tried. Collective over all ranks.
     """
     from spmdrl.distributed.agreement import broadcast_from_first
-    from spmdrl.training.replay.rerun import rerun
+    from spmdrl.training.replay.rerun import check_edit, rerun
 
+    if edit is not None:
+        check_edit(plan, runtime, edit)
     found = rerun(plan, runtime, None, address, gradients)
     gc.collect()  # the models: there is room for one of each
     edited = None if edit is None else rerun(plan, runtime, edit, address, gradients)
@@ -165,7 +171,9 @@ def tell(
     world = runtime.topology.world
     if tolerance < 0:
         tolerance = comparison.tolerance_of(plan.config, plan.actor_ranks == world)
-    compared = comparison.compare(plan.row, plan.computed, found.metrics, found.sums)
+    compared = comparison.compare(
+        plan.row, plan.computed, found.metrics, found.sums, plan.config.algo.replay_steps
+    )
     lines = [f"{plan.described()}, on {world} rank{'s' * (world > 1)}", ""]
     lines += comparison.comparison_lines(compared, tolerance)
     if edited is not None:

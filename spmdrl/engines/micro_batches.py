@@ -80,8 +80,11 @@ def token_rows(batch: Batch, seqs: list[int]) -> Tensor:
 
 
 def stand_in(batch: Batch) -> Batch:
-    """One sequence of two masked tokens, with the optional fields that `batch` has."""
+    """One sequence of two masked tokens, with the optional fields that `batch` has. Its index is
+    -1, which no sample has.
+    """
     dummy = empty_batch(torch.tensor([2]), batch.reward_components.shape[1])
+    dummy.indices.fill_(-1)  # 0 would be the address of the step's first sample
     if batch.routed_experts is not None:  # of which only the shape counts
         _, num_layers, top_k = batch.routed_experts.shape
         dummy.routed_experts = Routing(num_layers, top_k, 0).unknown(2)

@@ -27,10 +27,12 @@ from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.start import reading
 
 if TYPE_CHECKING:
+    from spmdrl.distributed.signals import Stopping
     from spmdrl.rehearse.prepare import Prepared
     from spmdrl.rehearse.runs import Outcome
 
-MARK = "report.txt"  # a folder with this file is a rehearsal's, and may be written anew
+MARK = "report.txt"  # a folder whose file of this name begins so is a rehearsal's
+BEGINNINGS = ("rehearsal of ", "a rehearsal goes on here")  # of a report, and before there is one
 MOST_RANKS = 8
 FAILED = 1  # exit code where a run of the rehearsal failed
 
@@ -67,7 +69,7 @@ def main(
         logging.getLogger("spmdrl").addHandler(wrong)
         prepared = prepare(value, runtime, folder, ranks, gpus_as, gpu_gib)
         logging.getLogger("spmdrl").removeHandler(wrong)
-    outcomes = rehearse(prepared, config, overrides, folder)
+    outcomes = rehearse(prepared, config, overrides, folder, runtime.stopping)
     tell(prepared, outcomes, wrong.lines, config, folder)
     if not all(outcome.is_done for outcome in outcomes):
         sys.exit(FAILED)
@@ -88,27 +90,33 @@ def folder_of(out: str) -> Path:
     """Returns an empty folder for a rehearsal; an earlier one's is emptied. Raises ConfigError."""
     folder = Path(out)
     if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / MARK).is_file():
+        if not is_rehearsals(folder):
             raise ConfigError(f"--out {out}: the folder has files that are no rehearsal's")
         shutil.rmtree(folder)
     check_writable("--out", str(folder))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).write_text("a rehearsal goes on here\n")
+    (folder / MARK).write_text(f"{BEGINNINGS[-1]}\n")
     return folder
 
 
+def is_rehearsals(folder: Path) -> bool:
+    """Whether a rehearsal has made the folder. Other programs write a report.txt as well."""
+    mark = folder / MARK
+    return mark.is_file() and mark.read_text(errors="replace").startswith(BEGINNINGS)
+
+
 def rehearse(
-    prepared: Prepared, config: str, overrides: dict[str, Any], folder: Path
+    prepared: Prepared, config: str, overrides: dict[str, Any], folder: Path, stopping: Stopping
 ) -> list[Outcome]:
     """Runs two steps, and where they ran, one more from their checkpoint."""
     from spmdrl.rehearse.runs import run_program
     from spmdrl.rehearse.scale import STEPS
 
-    options, ranks = overrides | prepared.scaled.options(), prepared.ranks
-    run = [run_program(f"{STEPS} steps and a checkpoint", config, options, ranks, folder, 1)]
+    options, here = overrides | prepared.scaled.options(), (prepared.ranks, folder)
+    run = [run_program(f"{STEPS} steps and a checkpoint", config, options, *here, 1, stopping)]
     if run[0].is_done:
         options |= {"steps": STEPS + 1, "resume": "auto"}
-        run.append(run_program("a resume, one step more", config, options, ranks, folder, 2))
+        run.append(run_program("a resume, one step more", config, options, *here, 2, stopping))
     return run
 
 
@@ -120,7 +128,7 @@ def tell(
     from spmdrl.rehearse.report import report_lines
 
     title = (
-        f"rehearsal of {config}, a run on {prepared.world} ranks, here on {prepared.ranks} "
+        f"{BEGINNINGS[0]}{config}, a run on {prepared.world} ranks, here on {prepared.ranks} "
         f"{'GPUs' if prepared.on_gpu else 'CPU ranks'}"
     )
     failed = [f"{o.what}: it failed, see above" for o in outcomes if not o.is_done]

@@ -19,10 +19,11 @@ from spmdrl.rehearse.review import Reviewed, review
 from spmdrl.rehearse.scale import Scaled, scale
 from spmdrl.rehearse.tiny_models import write_tiny_models
 from spmdrl.rewards.runner import RewardRunner, rewards_of
+from spmdrl.rollout.build import ENGINES, HF
 from spmdrl.training.build import load_dataset, load_train
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import memory_plan
-from spmdrl.training.checks.rl import check, require_sound
+from spmdrl.training.checks.rl import check, engine_names, require_sound
 from spmdrl.training.fetch import fetch
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
@@ -53,7 +54,7 @@ def prepare(
     """
     config = fetch(config, runtime.phases, "none")
     world = world_of(config, gpus_as)
-    check(config, world)
+    check(config, world, installed=False)
     tokenizer = load_tokenizer(config.model)
     train = load_train(config, tokenizer, runtime.topology)
     config = with_length(config, len(train))
@@ -62,7 +63,7 @@ def prepare(
         held_out = load_dataset(config.data.eval, config, tokenizer, runtime.topology)
     probes = tried_reward(config, train)
     wrong = review(Reviewed(config, world, tokenizer, train, held_out, probes))
-    wrong += too_large(config, world, train, gpu_gib)
+    wrong += [*too_large(config, world, train, gpu_gib), *missing_engines(config)]
     models = write_tiny_models(config, folder)
     on_gpu = torch.cuda.is_available()
     scaled, here = scale(config, world, ranks, models, str(folder / "run"), on_gpu)
@@ -122,6 +123,17 @@ def too_large(config: PpoConfig, world: int, train: PromptDataset, gpu_gib: floa
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+def missing_engines(config: PpoConfig) -> list[str]:
+    """Returns a sentence for each engine of the run that is not installed here."""
+    found = []
+    for name in engine_names(config):
+        try:
+            ENGINES[name].check_installed()
+        except ConfigError as error:
+            found.append(f"{error}. The rehearsal had {HF.title} in its place")
+    return found
 
 
 def token_lines(config: PpoConfig, train: PromptDataset) -> list[str]:

@@ -9,17 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spmdrl.cli.arguments import LAUNCHER
+from spmdrl.distributed.exit import INTERRUPTED
 from spmdrl.distributed.nccl_rules.events import RECORDS
 from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.signals import Stopping
 from spmdrl.rehearse.scale import HOSTED
 
 LIMIT_S = 600.0  # of one run; a run of a tiny model takes a tenth of it
 GRACE_S = 20.0  # from SIGTERM to SIGKILL
+INTERRUPT_S = 2.0  # from Ctrl-C to SIGTERM
+TRACKIO = "TRACKIO_"  # variables of that tracker, some of which name a server to send to
 TAIL = 25  # lines of a failed run's output that are shown
 
 
@@ -50,10 +55,12 @@ class Outcome:
 
 
 def run_program(
-    what: str, config: str, options: Mapping[str, Any], ranks: int, folder: Path, number: int
-) -> Outcome:
+    what: str, config: str, options: Mapping[str, Any], ranks: int, folder: Path, number: int,
+    stopping: Stopping,
+) -> Outcome:  # fmt: skip
     """Runs spmdrl.ppo with these fields of the config to its end. number: of the run, from 1. On
-    CPUs its ranks write down their collectives into a folder of the run.
+    CPUs its ranks write down their collectives into a folder of the run. A signal that ends this
+    process, by `stopping`, ends the run as well.
     """
     flags = [part for key, value in options.items() for part in (f"--{key}", repr(value))]
     launched = ["-m", "spmdrl.launch", "--nproc-per-node", str(ranks)]
@@ -67,32 +74,54 @@ def run_program(
             command, stdout=file, stderr=subprocess.STDOUT,
             env=environment(folder) | {RECORDS: str(records.resolve())},
         )  # fmt: skip
-        code = wait(process)
+        code = wait(process, stopping)
     return Outcome(what, command, log, code, time.monotonic() - begun, records)
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Returns the ranks' environment: no place of this process, and trackers that send nothing."""
-    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    env |= HOSTED | {"MLFLOW_TRACKING_URI": f"file:{folder.resolve() / 'mlruns'}"}
+    env = {
+        name: value for name, value in os.environ.items()
+        if name not in LAUNCHER and not name.startswith(TRACKIO)
+    }  # fmt: skip
+    env |= HOSTED | {
+        "MLFLOW_TRACKING_URI": f"file:{folder.resolve() / 'mlruns'}",
+        "MLFLOW_ALLOW_FILE_STORE": "true",  # which MLflow 3 asks for
+        f"{TRACKIO}DIR": str(folder.resolve() / "trackio"),
+    }
     env.setdefault("OMP_NUM_THREADS", "1")
     return env
 
 
-def wait(process: subprocess.Popen[Any]) -> int | None:
+def wait(process: subprocess.Popen[Any], stopping: Stopping) -> int | None:
     """Waits for a process, at most LIMIT_S; None: it was ended then. Ends it with this one."""
+    before = stopping.on_quit
+
+    def end_both(why: str, code: int) -> None:
+        before(why, code)
+        with suppress(subprocess.TimeoutExpired):
+            if code == INTERRUPTED:  # a terminal has sent Ctrl-C to both
+                process.wait(INTERRUPT_S)
+        end(process)
+
+    stopping.on_quit = end_both
     try:
         return process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(process)
+        stopping.on_quit = before
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

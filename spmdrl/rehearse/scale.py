@@ -87,7 +87,9 @@ def scale(
         before = len(place(config, world).roles[name])
         scale_role(scaled, name, role, before, len(roles[name]))
     scale_rollout(scaled, roles, on_gpu)
-    scale_batch(scaled)
+    scale_judge(scaled, roles)
+    scale_images(scaled)
+    scale_batch(scaled, len(roles["rollout"]) // value_at(scaled.config, "rollout.tensor_parallel"))
     scale_length(scaled)
     if not on_gpu:
         for_cpu(scaled)
@@ -155,13 +157,12 @@ def take_half(degree: int, ranks: int) -> int:
 
 def scale_rollout(scaled: Scaled, roles: Mapping[str, Ranks], on_gpu: bool) -> None:
     config = scaled.config
-    tp = take_half(config.rollout.tensor_parallel, len(roles["rollout"]))
+    for key, value, reason in replaced_engines(config, on_gpu):
+        scaled.set(key, value, reason)
+    tp = take_half(value_at(scaled.config, "rollout.tensor_parallel"), len(roles["rollout"]))
     scaled.set("rollout.tensor_parallel", tp, f"rollout has {len(roles['rollout'])} ranks")
-    if not can_run(config.rollout.engine, on_gpu):
-        reason = f"{ENGINES[config.rollout.engine].title} does not run here"
-        scaled.set("rollout.engine", HF.name, reason)
-        scaled.set("rollout.engine_args", {}, "of the other engine")
-        scaled.set("rollout.quantization", None, "of the other engine")
+    if tp == 1:
+        scaled.set("rollout.expert_parallel", False, "without tensor_parallel")
     several = config.tools or config.environment or config.agent
     # of demonstrations, which nobody samples, those that are longer would be left out
     tokens = TURN_TOKENS if several or config.algo.demonstrations else TOKENS
@@ -170,11 +171,50 @@ def scale_rollout(scaled: Scaled, roles: Mapping[str, Ranks], on_gpu: bool) -> N
     scaled.lower("rollout.max_tokens", tokens, "small")
     scaled.lower("rollout.min_tokens", value_at(scaled.config, "rollout.max_tokens"), "small")
     scaled.lower("rollout.max_num_seqs", 32, "small")
-    if config.judge is not None:
-        count = len(roles["reward"])
-        judges = take_half(config.judge.tensor_parallel, count)
-        scaled.set("judge.tensor_parallel", judges, f"reward has {count} ranks")
-        scaled.lower("judge.max_tokens", TOKENS, "small")
+
+
+def replaced_engines(config: PpoConfig, on_gpu: bool) -> Iterator[tuple[str, Any, str]]:
+    """Yields the fields by which transformers takes the place of an engine that does not run here,
+    with their values and the reason.
+    """
+    rollout, judge = config.rollout, config.judge
+    if not can_run(rollout.engine, on_gpu):
+        yield "rollout.engine", HF.name, f"{ENGINES[rollout.engine].title} does not run here"
+        for key, value in (
+            ("rollout.tensor_parallel", 1), ("rollout.expert_parallel", False),
+            ("rollout.enforce_eager", "auto"), ("rollout.engine_args", {}),
+            ("rollout.quantization", None), ("weights.lora", "merge"),
+        ):  # fmt: skip
+            yield key, value, "of the other engine"
+    if judge is not None and not can_run(judge.engine or rollout.engine, on_gpu):
+        title = ENGINES[judge.engine or rollout.engine].title
+        yield "judge.engine", HF.name, f"{title} does not run here"
+        yield "judge.tensor_parallel", 1, "of the other engine"
+        yield "judge.engine_args", {}, "of the other engine"
+
+
+def scale_judge(scaled: Scaled, roles: Mapping[str, Ranks]) -> None:
+    judge, rollout = scaled.config.judge, scaled.config.rollout
+    if judge is None:
+        return
+    count = len(roles["reward"])
+    degree = take_half(judge.tensor_parallel, count)
+    scaled.set("judge.tensor_parallel", degree, f"reward has {count} ranks")
+    scaled.lower("judge.max_tokens", TOKENS, "small")
+    others = rollout.n - 1 + rollout.greedy_baseline
+    scaled.lower("judge.opponents", others, f"an answer has {others} others in its group")
+
+
+def scale_images(scaled: Scaled) -> None:
+    """Makes images small that replies show, where one would not fit into an answer."""
+    config = scaled.config
+    answer = config.rollout.max_tokens
+    for section, limits, room in (
+        ("multi_turn", config.multi_turn, answer),
+        ("agents", config.agents, config.data.max_prompt_tokens + answer),
+    ):
+        if limits.max_images and limits.max_image_tokens >= room:
+            scaled.set(f"{section}.max_image_tokens", room // 2, f"there is room for {room} tokens")
 
 
 def can_run(engine: str, on_gpu: bool) -> bool:
@@ -182,9 +222,13 @@ def can_run(engine: str, on_gpu: bool) -> bool:
     return find_spec(spec.library) is not None and (on_gpu or spec.runs_on_cpus)
 
 
-def scale_batch(scaled: Scaled) -> None:
+def scale_batch(scaled: Scaled, engines: int) -> None:
+    """engines: that sample; each gets a sample at least."""
     algo, data = scaled.config.algo, scaled.config.data
-    scaled.lower("algo.mini_batches", 2, "small")
+    prompts = max(PROMPTS, -(-engines // (2 * scaled.config.rollout.n)) * 2)
+    scaled.lower("data.prompts_per_step", prompts, "small")
+    if scaled.config.data.prompts_per_step % 2 == 0:  # an odd number is small already
+        scaled.lower("algo.mini_batches", 2, "small")
     scaled.lower("algo.epochs", 2, "small")
     scaled.lower("algo.dynamic_sampling", 2, "small")
     scaled.lower("algo.critic_warmup_steps", 1, "small")
@@ -192,7 +236,6 @@ def scale_batch(scaled: Scaled) -> None:
     if algo.overlong_buffer:
         half = value_at(scaled.config, "rollout.max_tokens") // 2
         scaled.lower("algo.overlong_buffer", half, "half of an answer")
-    scaled.lower("data.prompts_per_step", PROMPTS, "small")
     scaled.set("rewards.max_invalid_fraction", 1.0, "random answers may have no reward")
     if data.eval is not None:
         most = min(data.max_eval_prompts or EVAL_PROMPTS, EVAL_PROMPTS)

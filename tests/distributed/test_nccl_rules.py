@@ -71,7 +71,8 @@ def batch_of_two(topology):
     """The first call of a group of three is a batch of ranks 0 and 1."""
     group, me = device_group([0, 1, 2]), dist.get_rank()
     if me < 2:
-        there, back = torch.ones(1), torch.zeros(1)
+        there = torch.ones(1, device=topology.device)
+        back = torch.zeros(1, device=topology.device)
         works = dist.batch_isend_irecv([
             dist.P2POp(dist.isend, there, 1 - me, group),
             dist.P2POp(dist.irecv, back, 1 - me, group),
@@ -112,8 +113,23 @@ def crossed(topology):
         work.wait()
 
 
+def in_a_circle(topology):
+    """Three groups of two: no two ranks share more than one."""
+    pairs = {pair: device_group(pair) for pair in ((0, 1), (1, 2), (0, 2))}
+    order = {0: ((0, 1), (0, 2)), 1: ((1, 2), (0, 1)), 2: ((0, 2), (1, 2))}[dist.get_rank()]
+    tensor = torch.ones(1, device=topology.device)
+    for work in [dist.all_reduce(tensor.clone(), group=pairs[p], async_op=True) for p in order]:
+        work.wait()
+
+
 def words_of_the_cpu(topology):
-    words = torch.zeros(4, dtype=torch.int64)
+    ours, words = torch.zeros(4, device=topology.device), torch.zeros(4, dtype=torch.int64)
+    dist.broadcast(words, 0, group=device_group([0, 1]))
+    dist.broadcast(ours, 0, group=device_group([0, 1]))
+
+
+def annotated_words(topology):
+    words: torch.Tensor = torch.zeros(4, dtype=torch.int64)
     dist.broadcast(words, 0, group=device_group([0, 1]))
 
 
@@ -131,6 +147,11 @@ def lawful(topology):
     dist.batch_isend_irecv([
         dist.P2POp(dist.isend if me == 0 else dist.irecv, ours, 1 - me, group)
     ])[0].wait()  # fmt: skip
+    mixed, payload, buffer = device_group(None), torch.ones(4, device="cpu"), torch.empty(4)
+    op = dist.P2POp(dist.isend, payload, 1, mixed)  # whose buffer shows that it is gloo's
+    op = op if me == 0 else dist.P2POp(dist.irecv, buffer, 0, mixed)
+    dist.batch_isend_irecv([op])[0].wait()
+    dist.all_reduce(ours, group=mixed)
     return me
 
 
@@ -144,7 +165,9 @@ BROKEN = {
     "first": (batch_of_two, 3, "a batch is the first call"),
     "operation": (two_dtypes, 2, r"int32\[2\]"),
     "order": (crossed, 2, "in different orders"),
+    "circle order": (in_a_circle, 3, r"ranks \[0, 1, 2\] wait for one another in a circle"),
     "CPU tensor": (words_of_the_cpu, 2, "NCCL alone"),
+    "annotated CPU tensor": (annotated_words, 2, "NCCL alone"),
 }
 
 
@@ -152,14 +175,14 @@ BROKEN = {
 def test_a_broken_rule_is_found(case, monkeypatch):
     """With the line that broke it, and what another rank did there or instead."""
     work, ranks, said = BROKEN[case]
-    monkeypatch.setenv(BACKENDS, "nccl" if case == "CPU tensor" else BOTH)
+    monkeypatch.setenv(BACKENDS, "nccl" if "CPU tensor" in case else BOTH)
     monkeypatch.setenv(BOUND, str(int("split" in case or case == "hashed name")))
     with pytest.raises(RulesBroken, match=said) as broken:
         run_ranks(ranks, work, timeout_s=30)
     (finding,) = broken.value.findings
-    assert finding.rule == case.removeprefix("left ").removeprefix("local ")
+    assert finding.rule == re.sub("^(left|local|circle|annotated) ", "", case)
     shown = re.findall(r"\n  rank (\d)", finding.text)
-    assert len(set(shown)) == (1 if case == "time limit" else 2), finding.text
+    assert len(set(shown)) == {"time limit": 1, "circle order": 3}.get(case, 2), finding.text
     assert f"{THIS}:" in finding.text and f" in {work.__name__}\n" in finding.text
 
 

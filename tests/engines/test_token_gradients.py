@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,10 +43,15 @@ def measured_on(topology: Any, model: str, config: Any, seqs: list[int]) -> Any:
     engine = engine_on(topology, "policy", model, config)
     own = list(range(topology.rank, 3, topology.world))
     batch, loss_fn = small_batch().select(own), policy_objective(ALGO)
+    heard: list[int] = []
     found = [
-        token_gradients(engine, batch, own.index(seq) if seq in own else None, loss_fn, TEMPERATURE)
+        token_gradients(
+            engine, batch, own.index(seq) if seq in own else None, loss_fn, TEMPERATURE,
+            still_going=partial(heard.append, seq),
+        )
         for seq in seqs
-    ]
+    ]  # fmt: skip
+    assert [heard.count(seq) for seq in seqs] == [len(each.positions) for each in found]
     assert token_gradients(engine, batch, None, loss_fn, TEMPERATURE) is None
     first = engine.update(batch, loss_fn, TEMPERATURE)
     return found, first, engine.update(batch, loss_fn, TEMPERATURE)["loss"]

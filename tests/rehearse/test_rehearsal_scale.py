@@ -1,25 +1,40 @@
 """How a config becomes small: what stays, and what the degrees of parallelism become."""
 
 import pickle
+import signal
+import subprocess
+import threading
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from plan_configs import ppo_config, rollout_config
 
 from spmdrl.config import (
+    AgentConfig,
     AlgoConfig,
     CheckpointConfig,
+    ConfigError,
     DataConfig,
+    JudgeConfig,
     LoraConfig,
+    MultiTurnConfig,
     OptimConfig,
     PpoConfig,
     RolloutConfig,
     TrainConfig,
 )
+from spmdrl.distributed.exit import REQUEUE
 from spmdrl.distributed.nccl_rules.events import BOTH, Group, Operation
+from spmdrl.distributed.signals import Stopping
 from spmdrl.rehearse.collectives import broken, compare
-from spmdrl.rehearse.runs import Outcome, environment
+from spmdrl.rehearse.prepare import missing_engines
+from spmdrl.rehearse.runs import Outcome, environment, wait
 from spmdrl.rehearse.scale import scale, value_at
+from spmdrl.rollout.build import ENGINES
+from spmdrl.training.checks.judge import check_comparisons
+from spmdrl.training.checks.rl import check
 
 MEGATRON = TrainConfig(
     engine="megatron", tensor_parallel=8, sequence_parallel=True, pipeline_parallel=4,
@@ -124,6 +139,16 @@ def test_a_failed_run_shows_its_end(tmp_path):
     assert "had not ended" in Outcome("2 steps", [], log, None, 600.0, tmp_path).lines()[0]
 
 
+def test_a_signal_ends_the_run_that_is_under_way():
+    said: list[str] = []
+    stopping = Stopping()
+    stopping.on_quit = usual = lambda why, code: said.append(why)
+    process = subprocess.Popen(["sleep", "60"])
+    threading.Timer(0.2, lambda: stopping.on_quit("SIGTERM", REQUEUE)).start()
+    assert wait(process, stopping) == -signal.SIGTERM
+    assert said == ["SIGTERM"] and stopping.on_quit is usual
+
+
 def test_ranks_that_call_other_collectives_are_told(tmp_path):
     """Two communicators in different orders: gloo forgives it, NCCL may hang."""
     groups = [Group(1, name, (0, 1), BOTH) for name in "12"]
@@ -138,6 +163,9 @@ def test_ranks_that_call_other_collectives_are_told(tmp_path):
     assert "cfg.py:8 in my_loss" in "".join(compared.lines)
     (sentence,) = broken([compared])
     assert "rule 'order'" in sentence and "hang" in sentence
+    Path(tmp_path, "rank_1").unlink()
+    alone = compare(Outcome("2 steps", [], tmp_path / "log", 0, 3.0, tmp_path))
+    assert "rank 1 did last nothing" in "".join(alone.lines)
     nothing = compare(Outcome("2 steps", [], tmp_path / "log", 0, 3.0, tmp_path / "empty"))
     assert nothing.findings == [] and "not recorded" in nothing.lines[0]
 
@@ -145,13 +173,52 @@ def test_ranks_that_call_other_collectives_are_told(tmp_path):
 def test_trackers_of_a_rehearsal_send_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://example.org")
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "team/space")
     env = environment(tmp_path)
+    assert env["TRACKIO_DIR"] == f"{tmp_path}/trackio" and "TRACKIO_SPACE_ID" not in env
+    assert env["MLFLOW_ALLOW_FILE_STORE"] == "true"  # without it MLflow 3 refuses the folder
     assert "RANK" not in env and env["WANDB_MODE"] == "offline"
     assert env["MLFLOW_TRACKING_URI"] == f"file:{tmp_path}/mlruns"
 
 
 def test_an_engine_that_does_not_run_here_becomes_transformers():
-    rollout = RolloutConfig(engine="sglang", engine_args={"mem_fraction_static": 0.5})
-    found, _ = scaled(8, 2, rollout=rollout)
-    assert (found.config.rollout.engine, found.config.rollout.engine_args) == ("hf", {})
-    assert any("SGLang does not run here" in change.line() for change in found.changes)
+    """Without what transformers would refuse. The judge's engine is the run's."""
+    rollout = RolloutConfig(
+        engine="sglang", tensor_parallel=4, enforce_eager=False, expert_parallel=True,
+        engine_args={"mem_fraction_static": 0.5},
+    )  # fmt: skip
+    judge = JudgeConfig("judge", tensor_parallel=4)
+    for on_gpu in (False, True):
+        found, _ = scaled(8, 2, on_gpu, rollout=rollout, judge=judge)
+        assert found.config.rollout.engine == found.config.judge.engine == "hf"
+        ENGINES["hf"].check(found.config.rollout)
+        assert not found.config.rollout.engine_args and not found.config.rollout.expert_parallel
+        assert found.config.judge.tensor_parallel == 1
+        assert any("SGLang does not run here" in change.line() for change in found.changes)
+
+
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
+def test_an_engine_need_not_be_installed_here(qwen3):
+    config = ppo_config(qwen3, rollout=rollout_config(engine="sglang"))
+    check(config, 2, installed=False)
+    (said,) = missing_engines(config)
+    assert "SGLang is not installed" in said and "transformers in its place" in said
+    with pytest.raises(ConfigError, match="SGLang is not installed"):
+        check(config, 2)
+
+
+def test_sizes_that_depend_on_one_another_stay_sound():
+    """Each was refused when the other was small: of pairs, of images, of engines, of batches."""
+    judge = JudgeConfig("judge", compare="pairs", opponents=12)
+    found, _ = scaled(8, 2, judge=judge)
+    check_comparisons(found.config.judge, found.config)
+    multi_turn = MultiTurnConfig(max_images=2)
+    agents = AgentConfig(max_images=1, max_image_tokens=1200)
+    found, _ = scaled(8, 2, tools=("python",), multi_turn=multi_turn, agents=agents)
+    assert values(found, "rollout.max_tokens", "multi_turn.max_image_tokens") == (256, 128)
+    assert found.config.agents.max_image_tokens == 1200  # a prompt has room beside an answer
+    few, _ = scaled(8, 8, rollout=RolloutConfig(n=1))
+    assert few.config.data.prompts_per_step == 8
+    odd = replace(CONFIG.data, prompts_per_step=3)
+    found, _ = scaled(8, 2, data=odd, algo=AlgoConfig(mini_batches=3))
+    assert values(found, "data.prompts_per_step", "algo.mini_batches") == (3, 3)

@@ -70,6 +70,7 @@ def test_a_folder_of_others_and_a_broken_config_are_refused(rehearsed):
     folder, _ = rehearsed
     Path(folder, "mine").mkdir()
     Path(folder, "mine/notes.txt").write_text("mine")
+    Path(folder, "mine/report.txt").write_text("of another program\n")
     options = ("--config", "cfg.py")
     done = train(folder, 1, *options, "--out", "mine", program="spmdrl.rehearse")
     assert done.code == 2 and "the folder has files that are no rehearsal's" in done.output

@@ -48,4 +48,4 @@ def test_adapters_and_equal_bits_are_refused() -> None:
 @pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
 def test_where_it_is_missing_the_command_is_named() -> None:
     with pytest.raises(ConfigError, match=r"not installed: launch/setup.sh --engine sglang"):
-        ENGINES["sglang"].check(CONFIG)
+        ENGINES["sglang"].check_installed()

@@ -83,7 +83,7 @@ def test_a_dry_run_says_what_a_run_downloads_and_downloads_no_weights(folder, hu
 
 
 def test_a_run_is_resumed_offline_and_exported_and_pushed(folder, hub):
-    args = ("spmdrl.ppo", "--config", "cfg.py")
+    args = ("spmdrl.ppo", "--config", "cfg.py", "--keep_samples.last", "1")
     code, output = run(folder, *args, "--steps", "1", ranks=2, HF_ENDPOINT=hub.url)
     assert code == 0, output[-3000:]
     weights = [line for line in hub.asked if line.startswith("GET") and "safetensors" in line]
@@ -98,6 +98,9 @@ def test_a_run_is_resumed_offline_and_exported_and_pushed(folder, hub):
     for step in (1, 2):
         saved = json.loads((folder / f"run/checkpoints/step_{step:08}/run.json").read_text())
         assert saved["model"] == f"tiny/qwen@{commit}"
+    replay = ("spmdrl.replay", "run", "--step", "2", "--algo.policy_loss", "gspo")
+    code, output = run(folder, *replay, HF_HUB_OFFLINE="1")
+    assert code == 0 and "with the edit:" in output, output[-3000:]
 
     push = ("spmdrl.export", "--checkpoint", "run/checkpoints/step_00000002", "--push_to_hub")
     pushing = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "good", "HF_HUB_DISABLE_XET": "1"}

@@ -160,3 +160,15 @@ def test_a_model_that_is_called_past_its_hooks_is_recorded(qwen3, monkeypatch):
     assert torch.allclose(logprobs, wanted[torch.arange(9), targets], atol=1e-5)
     (rotation,) = found.rotations
     assert base_of(rotation.cos, rotation.sin) == pytest.approx(10_000, rel=1e-3)
+
+
+def test_no_base_is_named_where_frequencies_are_stretched():
+    """Else a missing rope_scaling would be told as another base."""
+    powers = 10_000.0 ** (-torch.arange(16) / 16)
+    stretched = torch.where(torch.arange(16) < 6, powers, powers / 4)
+    for frequencies, base in ((powers, 10_000), (powers / 4, None), (stretched, None)):
+        angles = torch.arange(4)[:, None] * frequencies
+        for dtype in (torch.float32, torch.bfloat16):
+            cos, sin = (table.to(dtype).float() for table in (angles.cos(), angles.sin()))
+            expected = base and pytest.approx(base, rel=0.03)
+            assert base_of(cos, sin) == expected

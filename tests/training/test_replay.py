@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import math
+import random
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,14 +15,22 @@ import torch
 from programs import set_up, train
 
 from spmdrl.checkpoint.earlier_runs import later_files
-from spmdrl.config import ConfigError, KeepSamplesConfig, PpoConfig, TrainConfig
+from spmdrl.config import (
+    ConfigError,
+    DistillationConfig,
+    KeepSamplesConfig,
+    PpoConfig,
+    TrainConfig,
+)
 from spmdrl.data.packing import empty_batch
+from spmdrl.replay import start_ranks
 from spmdrl.training.checks.rl import warnings_of_kept
 from spmdrl.training.collect import RolloutResult
 from spmdrl.training.replay import token_table
 from spmdrl.training.replay.comparison import compare, first_difference, verdict
 from spmdrl.training.replay.keeper import SampleKeeper, kept_file
 from spmdrl.training.replay.plan import make_plan
+from spmdrl.training.replay.rerun import Edit, check_edit
 from spmdrl.training.replay.run_config import Absent, edited_config, read_run_config
 from spmdrl.training.replay.sample_files import packed, read
 from spmdrl.training.replay.sequence_sums import (
@@ -86,6 +96,15 @@ def test_a_damaged_file_is_told(tmp_path):
     path.write_bytes(packed(whole_rollout(), 1, 40)[:-200])
     with pytest.raises(ConfigError, match=r"kept\.npz cannot be read"):
         read(path)
+    whole, draw = packed(whole_rollout(), 1, 40), random.Random(0)
+    sums = packed_sums(sums_of([two_sequences(0)]), 1)
+    for _ in range(300):  # bits of headers, too
+        for content, reader in ((whole, read), (sums, read_sums)):
+            changed = bytearray(content)
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+            path.write_bytes(changed)
+            with suppress(ConfigError):
+                reader(path)
 
 
 def test_the_last_steps_stay_and_some_for_good(tmp_path):
@@ -157,8 +176,21 @@ def test_the_first_difference_is_named_in_order_of_computation(tmp_path):
     assert differing == ["advantages", "loss weights", "actor/grad_norm"]
     assert "3 of " in verdict(found, 1e-6) and "advantages of sample 1.0" in verdict(found, 1e-6)
 
+    found = compare(row, run, metrics, sums, replay_steps=1)  # of every second group
+    assert first_difference(found, 1e-6).where == "sample 0.0 of 1 step before"
     found = compare(row, run, metrics, sums_of([two_sequences(0)]))
     assert first_difference(found, 1e-6).name == "sequences"
+
+
+def test_what_is_no_number_differs_from_a_number_and_not_from_itself():
+    usual, broken, endless = (two_sequences(0) for _ in range(3))
+    broken.advantages[5] = math.nan
+    endless.advantages[5] = -math.inf
+    for one, other in ((usual, broken), (broken, usual), (usual, endless)):
+        first = first_difference(compare({}, sums_of([one]), {}, sums_of([other])), 1e-6)
+        assert first is not None and (first.name, first.where) == ("advantages", "sample 0.0")
+    for each in (broken, endless):
+        assert first_difference(compare({}, sums_of([each]), {}, sums_of([each])), 1e-6) is None
 
 
 def test_the_gradient_of_a_token_is_that_of_the_loss(tmp_path):
@@ -186,6 +218,9 @@ def test_the_gradient_of_a_token_is_that_of_the_loss(tmp_path):
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
     torch.testing.assert_close(torch.tensor([row["ratio"] for row in rows]), ratio)
     assert token_table.token_table(roles, [batch], recorder, (3, 0), (0.0, 0.0)) is None
+    taught = dataclasses.replace(config.algo, distillation=DistillationConfig())
+    roles.config = dataclasses.replace(config, algo=taught)  # whose divergence comes on top
+    assert token_table.token_table(roles, [batch], recorder, (2, 1), (0.0, 0.0)) == tables[0]
 
 
 # ---- what a run's folder has
@@ -216,6 +251,9 @@ def test_a_replay_begins_at_the_newest_checkpoint_that_serves(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
             make_plan(tmp_path, config, step)
+    Path(tmp_path, "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"no step yet: its metrics\.jsonl has none, or is not"):
+        make_plan(tmp_path, config, 40)
 
 
 def test_a_start_from_an_earlier_step_sets_later_samples_aside(tmp_path):
@@ -257,6 +295,11 @@ def test_gradients_of_tokens_that_cannot_be_had_are_refused():
         check_gradients(megatron, (2, 1))
 
 
+def test_fewer_ranks_than_none_are_refused():
+    with pytest.raises(ConfigError, match="--ranks -1: how many processes"):
+        start_ranks(-1)
+
+
 def test_only_what_is_made_of_samples_can_be_edited(tmp_path):
     config = PpoConfig("m", SimpleNamespace(), len)
     assert edited_config(config, "", {"algo.policy_loss": "gspo"}).algo.policy_loss == "gspo"
@@ -264,6 +307,15 @@ def test_only_what_is_made_of_samples_can_be_edited(tmp_path):
         edited_config(config, "", {"rollout.temperature": 0.5})
     with pytest.raises(ConfigError, match="dynamic_sampling=3 would learn from other samples"):
         edited_config(config, "", {"algo.dynamic_sampling": 3})
+
+
+def test_an_edit_whose_critic_has_not_learnt_is_refused_before_the_step_is_run():
+    config = PpoConfig("m", SimpleNamespace(), len)
+    for advantage, role in (("gae", "critic"), ("prime", "prm")):
+        algo = dataclasses.replace(config.algo, advantage=advantage)
+        edit = Edit(dataclasses.replace(config, algo=algo), rescores=False)
+        with pytest.raises(ConfigError, match=f"the run has no {role}, which would have learnt"):
+            check_edit(SimpleNamespace(config=config), None, edit)
 
 
 # ---- whole programs

@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spmdrl.data.packing import pack_samples
+from spmdrl.engines.micro_batches import stand_in
 from spmdrl.training.logs.metrics import sample_row, saved_images
 from spmdrl.training.logs.sample_tokens import (
     SampleRecorder,
@@ -103,6 +104,9 @@ def test_what_the_trainer_computed_is_told_by_sample() -> None:
         (2, 1): {"prompt_id": 72, "group": 1, "sample": 1, "advantage": 2.0,
                  "advantages": [1.0, None], "trainer_logprobs": [-2.0, None]},
     }  # fmt: skip
+    stood_in = stand_in(batch)  # computed where another rank has more micro-batches
+    loss_fn(torch.zeros(2), torch.zeros(2), stood_in)
+    assert trained_rows([batch], recorder, most=2, age_stride=2) == rows
     batch.old_logprobs = -7 * mask
     row = trained_rows([batch], recorder, most=9, age_stride=2)[2, 1]
     assert row["trainer_logprobs"] == [-7.0, None, -7.0]

@@ -136,6 +136,7 @@ def record() -> None:
     if INSTALLED:
         return
     file = Path(os.environ[RECORDS], f"rank_{os.environ['RANK']}")
+    file.parent.mkdir(parents=True, exist_ok=True)
     backends, bound = os.environ.get(BACKENDS, BOTH), os.environ.get(BOUND) == "1"
     recorder = Recorder(file, backends, bound)
     INSTALLED.append(recorder)
@@ -213,7 +214,7 @@ def watch_batches(recorder: Recorder) -> None:
 
     @wraps(batch)
     def watched(ops: list[dist.P2POp]) -> Any:
-        recorder.called(ops[0].group or c10d._get_default_group(), BATCH, [ops[0].tensor])
+        recorder.called(ops[0].group or c10d._get_default_group(), BATCH, [op.tensor for op in ops])
         return recorder.within(lambda: batch(ops))
 
     C10D.batch_isend_irecv = DIST.batch_isend_irecv = watched

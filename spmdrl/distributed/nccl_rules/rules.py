@@ -29,7 +29,8 @@ first         The communicator of a group that is not split is made at its first
               by all too (c10d.batch_isend_irecv's docstring).
 operation     All ranks of a group call the same collectives in the same order, all-reduces and
               broadcasts with the same shape and dtype (NCCL's user guide, "Collective Operations").
-order         Two ranks use the communicators that they share in the same order (c10d.new_group's
+order         Two ranks use the communicators that they share in the same order, and no three or
+              more wait for one another in a circle, each of two communicators (c10d.new_group's
               docstring; NCCL's user guide, "Using multiple NCCL communicators concurrently").
 CPU tensor    No CPU tensor goes over a group which has NCCL alone (ProcessGroupNCCL refuses it).
 
@@ -40,8 +41,8 @@ parent's backends. A tensor counts as a CPU tensor where the function that calls
 assigned it last from torch.zeros or the like without `device`, or from `.cpu()`; any other counts
 as a device's. So a CPU tensor that comes from elsewhere is not found by "CPU tensor", and is held
 to "order" though gloo carries it. Of an operation whose tensor one rank makes on the CPU all ranks'
-are CPU tensors. So are objects (c10d.all_gather_object and others), where the group has gloo at all
-(c10d._get_object_coll_device).
+are CPU tensors; of the batches over a group all are, where one is. So are objects
+(c10d.all_gather_object and others), where the group has gloo at all (c10d._get_object_coll_device).
 
 Not seen: collectives of torch.ops._c10d_functional (DTensor), which C++ calls; streams; how long an
 operation takes. Sends and receives outside of batches are not compared.
@@ -120,13 +121,20 @@ def findings(events: Events, ended: bool) -> list[Finding]:
 
 def both(rule: str, said: str, one: tuple[int, Any], other: tuple[int, Any]) -> Finding:
     """Returns a finding with the stacks of two ranks. one, other: (rank, event)."""
-    shown = "".join(f"\n  rank {rank} {event}:{text(event.stack)}" for rank, event in (one, other))
+    return several(rule, said, [one, other])
+
+
+def several(rule: str, said: str, events: Sequence[tuple[int, Any]]) -> Finding:
+    """Returns a finding with the stacks of all these. events: (rank, event)."""
+    shown = "".join(f"\n  rank {rank} {event}:{text(event.stack)}" for rank, event in events)
     return Finding(rule, said + shown)
 
 
 def lone(rule: str, said: str, one: tuple[int, Any], other: int, events: Events) -> Finding:
-    """Returns a finding where the other rank does not come: what it did last is shown."""
-    last = events[other][-1:]
+    """Returns a finding where the other rank does not come: what it did last is shown. Of a rank
+    on another host the folder may have nothing.
+    """
+    last = events.get(other, [])[-1:]
     did = "".join(f" {event}:{text(event.stack)}" for event in last) or " nothing"
     rank, event = one
     return Finding(
@@ -251,7 +259,9 @@ def operations(events: Events, ended: bool) -> Iterator[Finding]:
     used = by_group(events, Operation, lambda event: event.group)
     by_gloo = {key for own in events.values() for key, event in numbers(own) if event.on_cpu}
     for group, own in used.items():
-        starts = {rank: first_of(own.get(rank, []), by_gloo) for rank in group.members}
+        on_cpu = any(e.name == BATCH and e.on_cpu for mine in own.values() for e in mine)
+        ours = {r: [e for e in mine if e.name != BATCH or not on_cpu] for r, mine in own.items()}
+        starts = {rank: first_of(ours.get(rank, []), by_gloo) for rank in group.members}
         batch = next(((r, e) for r, e in starts.items() if e and e.name == BATCH), None)
         for rank, event in starts.items():
             if batch is not None and event is not None and event.name != BATCH:
@@ -312,6 +322,55 @@ def orders(events: Events, ended: bool) -> Iterator[Finding]:
             said = "two communicators are used in different orders:"
             yield both("order", said, (one, differs[0]), (other, differs[1]))
         seen.add(places)
+    if seen <= {None}:
+        yield from circle({
+            rank: [(key, event) for key, event in own if key not in by_gloo]
+            for rank, own in numbered.items()
+        })  # fmt: skip
+
+
+Calls = list[tuple[tuple[Group, int], Operation]]  # of one rank, in order
+
+
+def circle(calls: dict[int, Calls]) -> Iterator[Finding]:
+    """Lets each rank wait in its calls for all members, as NCCL may. Yields ranks that wait for one
+    another then, though any two of them use what they share in the same order.
+    """
+    stuck = waiting_ranks(calls)
+    waits_for = {
+        rank: [r for r in event.group.members if r in stuck and stuck[r][0] != key]
+        for rank, (key, event) in stuck.items()
+    }
+    while ended := [rank for rank, others in waits_for.items() if not others]:
+        for rank in ended:  # it waits for a rank that does not come, which other rules tell
+            del waits_for[rank]
+        waits_for = {rank: [r for r in rs if r in waits_for] for rank, rs in waits_for.items()}
+    if waits_for:
+        path = [min(waits_for)]
+        while path[-1] not in path[:-1]:
+            path.append(waits_for[path[-1]][0])
+        around = path[path.index(path[-1]) : -1]
+        said = f"ranks {around} wait for one another in a circle, each for the next:"
+        yield several("order", said, [(rank, stuck[rank][1]) for rank in around])
+
+
+def waiting_ranks(calls: dict[int, Calls]) -> dict[int, tuple[tuple[Group, int], Operation]]:
+    """Returns the call in which each rank waits where no rank can go on; none of those that have
+    come to their end.
+    """
+    at = dict.fromkeys(calls, 0)
+    there: dict[tuple[Group, int], set[int]] = defaultdict(set)
+    going = list(calls)
+    while going:
+        rank = going.pop()
+        if at[rank] < len(calls[rank]):
+            key, event = calls[rank][at[rank]]
+            there[key].add(rank)
+            if there[key] == set(event.group.members):
+                for member in event.group.members:
+                    at[member] += 1
+                going += event.group.members
+    return {rank: own[at[rank]] for rank, own in calls.items() if at[rank] < len(own)}
 
 
 def numbers(own: list[Any]) -> Iterator[tuple[tuple[Group, int], Operation]]:

@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ FACTORIES = {"zeros", "ones", "empty", "full", "tensor", "arange", "from_numpy",
 TORCH = str(Path(c10d.__file__).parent)
 OURS = str(Path(__file__).parent)
 STARTERS = (str(Path(os.__file__).parent / "multiprocessing"), "<")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 DEPTH = 10  # frames of a stack that are kept
 
 
@@ -116,16 +118,32 @@ def assignments(file: str, line: int) -> dict[str, list[tuple[int, bool]]]:
     """
     found: dict[str, list[tuple[int, bool]]] = defaultdict(list)
     for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.FunctionDef) and starts_at(node) == line:
+        if isinstance(node, Function) and starts_at(node) == line:
             for part in ast.walk(node):
-                if isinstance(part, ast.Assign):
-                    names = [t.id for t in part.targets if isinstance(t, ast.Name)]
-                    for name in names:
-                        found[name].append((part.lineno, makes_on_cpu(part.value)))
+                for name, value in assigned(part):
+                    found[name].append((value.lineno, makes_on_cpu(value)))
     return {name: sorted(lines) for name, lines in found.items()}
 
 
-def starts_at(function: ast.FunctionDef) -> int:
+def assigned(node: Any) -> Iterator[tuple[str, ast.expr]]:
+    """Yields each name that a statement assigns to, with its value; of `a, b = x, y` both."""
+    pairs: list[tuple[ast.expr, ast.expr]]
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        pairs = [(node.target, node.value)]
+    elif isinstance(node, ast.Assign):
+        pairs = [pair for target in node.targets for pair in paired(target, node.value)]
+    else:
+        return
+    yield from ((target.id, value) for target, value in pairs if isinstance(target, ast.Name))
+
+
+def paired(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=False))
+    return [(target, value)]
+
+
+def starts_at(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return min([function.lineno, *(d.lineno for d in function.decorator_list)])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,15 +33,16 @@ class TokenGradients:
 
 def token_gradients(
     engine: FsdpEngine, batch: Batch, seq: int | None, loss_fn: LossFn, temperature: float,
-    images: BatchImages | None = None,
+    images: BatchImages | None = None, still_going: Callable[[], None] = lambda: None,
 ) -> TokenGradients | None:  # fmt: skip
     """Computes the gradient of the mini-batch, and that of each token of one of its sequences.
 
     Takes a forward and a backward pass of the sequence alone for each token, and the memory of one
     more gradient. batch: this rank's part of the mini-batch; seq: the sequence's number in it, None
-    on ranks that have it not. Returns None where none has it, or no token of it is trained on. The
-    weights stay as they are. The load-balancing loss of routers is left out: it is of no single
-    token. Collective over the engine's ranks.
+    on ranks that have it not. still_going: called behind each token, which may take seconds.
+    Returns None where none has it, or no token of it is trained on. The weights stay as they are.
+    The load-balancing loss of routers is left out: it is of no single token. Collective over the
+    engine's ranks.
     """
     positions, own = own_tokens(batch, seq)
     positions = agreed(positions, engine)
@@ -53,6 +54,7 @@ def token_gradients(
         through_one = only_through(loss_fn, position)
         found = gradient_of(engine, own, through_one, temperature, images)
         products.append((dot(found, found), dot(found, whole)))
+        still_going()
     totals = torch.tensor(products, dtype=torch.float64, device=engine.topology.device)
     dist.all_reduce(totals, group=engine.topology.copies.get_group("fsdp"))
     norm = float(totals[0, 0].sqrt())

@@ -26,7 +26,7 @@ def build(
     return SglangEngine(model, config, max_model_len, topology, load_weights)
 
 
-def check(config: RolloutConfig) -> None:
+def check_installed() -> None:
     require(
         importlib.util.find_spec("sglang") is not None,
         f"rollout.engine='sglang', but SGLang is not installed: {INSTALL} (docs/sglang.md), or use "
@@ -69,7 +69,7 @@ SPEC = EngineSpec(
     library_bytes=300 << 20,
     has_kv_cache=True,
     share_has_passes=False,
-    check=check,
+    check_installed=check_installed,
     check_model=check_model,
     check_strict=check_strict,
 )

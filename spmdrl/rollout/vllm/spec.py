@@ -59,6 +59,9 @@ def check(config: RolloutConfig) -> None:
         config.temperature >= LEAST_TEMPERATURE,
         f"rollout.temperature={config.temperature}: vLLM would raise it to {LEAST_TEMPERATURE}",
     )
+
+
+def check_installed() -> None:
     require(
         importlib.util.find_spec("vllm") is not None,
         "rollout.engine='vllm', but vLLM is not installed: docs/install.md, or use 'hf'",
@@ -119,6 +122,7 @@ SPEC = EngineSpec(
     holds_frozen=True,
     read_pass=read_pass,
     reads_eager=True,
+    check_installed=check_installed,
     check=check,
     check_model=check_model,
     check_adapter=check_adapter,

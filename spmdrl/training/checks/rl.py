@@ -67,11 +67,14 @@ from spmdrl.training.run_length import is_known, known_updates
 logger = logging.getLogger(__name__)
 
 
-def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
+def check(config: PpoConfig, world: int, hosted: bool = False, installed: bool = True) -> None:
     """Raises ConfigError, and warns; needs no process group, no weights and no data.
 
-    hosted: the actor's layout stands already, in another program.
+    hosted: the actor's layout stands already, in another program. installed: False for a run on
+    other machines, whose rollout engines need not be installed on this one.
     """
+    if installed:
+        check_installed(config)
     require_sound(config, world, hosted)
     check_files(config, load_hf_config(config.model), hosted)
     for warning in warnings_of(config):
@@ -79,7 +82,8 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
 
 
 def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
-    """Raises ConfigError where `check` does, but for what stands in the files of weights.
+    """Raises ConfigError where `check` does, but for what stands in the files of weights, and for
+    engines that are not installed.
 
     hosted: the actor's layout stands already, in another program.
     """
@@ -147,6 +151,18 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
         check_reference(config, placement)
     if config.algo.ref_model_sync_steps > 0:
         check_sync_of_reference(config, placement, hosted)
+
+
+def check_installed(config: PpoConfig) -> None:
+    """Raises ConfigError where the library of a rollout engine that the run builds is missing."""
+    for name in engine_names(config):
+        ENGINES[name].check_installed()
+
+
+def engine_names(config: PpoConfig) -> list[str]:
+    """Returns the engines of the run, the judge's after that which samples; each once."""
+    judge = [] if config.judge is None else [config.judge.engine or config.rollout.engine]
+    return list(dict.fromkeys([config.rollout.engine, *judge]))
 
 
 def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
@@ -347,6 +363,7 @@ def check_held_out(config: PpoConfig, num_scorers: int, world: int) -> None:
     """Checks the config of an evaluation by itself, as `check` does that of a run. num_scorers: the
     first of the `world` ranks, which score.
     """
+    check_installed(config)
     check_bounds(config)
     check_places(config)
     check_evaluation(config)

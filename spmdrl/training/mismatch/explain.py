@@ -179,7 +179,8 @@ def reported(
     return MismatchReport(
         step=step,
         sample={
-            "prompt": int(batch.prompts[0]), "group": int(batch.groups[0]),
+            "prompt": int(batch.prompts[0]),
+            "group": int(batch.groups[0]) // (1 + config.algo.replay_steps),  # as in samples/
             "index": int(batch.indices[0]), "num_tokens": batch.num_tokens,
         },
         token={

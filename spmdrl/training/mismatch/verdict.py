@@ -205,14 +205,21 @@ def rotations_apart(engine: RecordedPass, trainer: RecordedPass) -> list[str]:
 
 
 def base_of(cos: Tensor, sin: Tensor) -> float | None:
-    """Returns the base whose powers the frequencies are, by the pair in the middle: its frequency
-    is base ** -1/2. cos, sin: (num_tokens, pairs).
+    """Returns the base whose powers the frequencies are: that of pair i of n is base ** (-i / n).
+    None where they are no such powers, as with YaRN or other ways to longer texts. cos, sin:
+    (num_tokens, pairs).
     """
-    middle = cos.shape[1] // 2
-    if len(cos) < 2 or middle == 0:
+    pairs = cos.shape[1]
+    if len(cos) < 2 or pairs < 2:
         return None
-    frequency = float(torch.atan2(sin[1, middle], cos[1, middle]))
-    return frequency ** (-cos.shape[1] / middle) if frequency > 0 else None
+    frequencies = torch.atan2(sin[1], cos[1]).double()
+    middle = float(frequencies[pairs // 2])
+    if middle <= 0:
+        return None
+    base = middle ** (-pairs / (pairs // 2))
+    powers = base ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    # tables in bfloat16 have 8 bits
+    return base if torch.allclose(frequencies, powers, rtol=0.05, atol=0.0) else None
 
 
 def described(divergence: Divergence, points: list[Point], engine: str, dtype: str) -> list[str]:

@@ -38,14 +38,16 @@ def tolerance_of(config: PpoConfig, same_ranks: bool) -> float:
 
 def compare(
     run: Mapping[str, Any], computed: SequenceSums | None, metrics: Mapping[str, float],
-    sums: SequenceSums,
+    sums: SequenceSums, replay_steps: int = 0,
 ) -> list[Compared]:  # fmt: skip
-    """run: the step's row of metrics.jsonl. computed: what the run has kept of its sequences."""
-    found = [] if computed is None else [*compared_sums(computed, sums)]
+    """run: the step's row of metrics.jsonl. computed: what the run has kept of its sequences.
+    replay_steps: of its algorithm.
+    """
+    found = [] if computed is None else [*compared_sums(computed, sums, replay_steps)]
     return [*found, *compared_metrics(run, metrics)]
 
 
-def compared_sums(run: SequenceSums, replay: SequenceSums) -> Iterator[Compared]:
+def compared_sums(run: SequenceSums, replay: SequenceSums, replay_steps: int) -> Iterator[Compared]:
     """Compares the fields that both have. Sequences that only one has differ without end."""
     if not np.array_equal(run.addresses, replay.addresses):
         yield Compared(
@@ -56,17 +58,36 @@ def compared_sums(run: SequenceSums, replay: SequenceSums) -> Iterator[Compared]
     for name in FIELDS:
         if name not in run.sums or name not in replay.sums or not len(run.addresses):
             continue
-        difference = np.abs(run.sums[name] - replay.sums[name])
+        with np.errstate(invalid="ignore"):  # of two infinite sums
+            difference = np.abs(run.sums[name] - replay.sums[name])
+        difference[same(run.sums[name], replay.sums[name])] = 0.0
         scale = np.maximum(run.sizes[name], replay.sizes[name])
         if name not in SMALL:
             scale = np.maximum(scale, run.lens)
-        relative = np.divide(difference, scale, out=difference.copy(), where=scale > 0)
+        relative = np.divide(
+            difference, scale, out=difference.copy(), where=(scale > 0) & np.isfinite(scale)
+        )
+        relative[np.isnan(relative)] = math.inf
         most = float(relative.max())
         group, index = run.addresses[int(relative.argmax())].tolist()
-        where = f"sample {group}.{index}" if most else ""
+        where = named_sample(group, index, replay_steps) if most else ""
         if name in EXACT and most:
             most = math.inf
         yield Compared(FIELDS[name], count, "", most, where)
+
+
+def named_sample(group: int, index: int, replay_steps: int) -> str:
+    """Returns a sequence's name as in samples/ and --sample. group: as in a Batch, where groups of
+    the replay_steps steps before stand between those of the step (ReplayBuffer.mix).
+    """
+    number, age = divmod(group, 1 + replay_steps)
+    name = f"sample {number}.{index}"
+    return f"{name} of {age} step{'s' * (age > 1)} before" if age else name
+
+
+def same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """(num_seqs,) bool: equal numbers, infinite ones too, and no number on both sides."""
+    return (one == other) | (np.isnan(one) & np.isnan(other))
 
 
 def compared_metrics(run: Mapping[str, Any], replay: Mapping[str, float]) -> Iterator[Compared]:

@@ -44,6 +44,8 @@ def make_plan(run_dir: Path, config: PpoConfig, step: int) -> ReplayPlan:
     """Raises ConfigError where the run has not done the step, or has not kept what it takes."""
     rows = {row["step"]: row for row in read_rows(run_dir)}
     done = max(rows, default=0)
+    if not done:
+        raise ConfigError(f"{run_dir} has no step yet: its metrics.jsonl has none, or is not there")
     if step < 1 or step not in rows:
         raise ConfigError(
             f"--step {step}: {run_dir} has no such step; its metrics.jsonl has the steps "

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from spmdrl.algo.advantages import estimator_of
 from spmdrl.checkpoint import format as checkpoint
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.distributed.agreement import gather_to_first
@@ -22,7 +23,7 @@ from spmdrl.training.coefficients import entropy_bonus
 from spmdrl.training.collect import RolloutResult, check_scores
 from spmdrl.training.remote_scoring import score
 from spmdrl.training.replay.plan import ReplayPlan, read_share
-from spmdrl.training.replay.run_config import placed
+from spmdrl.training.replay.run_config import EDITABLE, placed
 from spmdrl.training.replay.sequence_sums import SequenceSums, merged_sums, sums_of
 from spmdrl.training.replay.token_gradients import measured
 from spmdrl.training.replay.token_table import TokenTable, token_table
@@ -44,6 +45,11 @@ class Edit:
     config: PpoConfig
     rescores: bool
 
+    def of(self, config: PpoConfig) -> Edit:
+        """Returns the edit of the run's config as it is here, where models are local folders."""
+        edited = {name: getattr(self.config, name) for name in EDITABLE}
+        return replace(self, config=replace(config, **edited))
+
 
 @dataclass(frozen=True)
 class StepNumbers:
@@ -61,12 +67,11 @@ def rerun(
     """Loads the checkpoint and runs the steps up to plan.step; the last with the edit, if any.
 
     address: group and index of the sample whose tokens are looked at; gradients: also at what each
-    adds to the gradient. Returns None on all ranks but the first. Raises ConfigError where the edit
-    needs what the run has not got. Collective.
+    adds to the gradient. Returns None on all ranks but the first. Collective.
     """
     roles = build_roles(plan, runtime, edit)
     try:
-        start_from(plan, roles, edit)
+        start_from(plan, roles)
         for step in range(plan.done + 1, plan.step):
             with PROGRESS.step(step, plan.step):
                 train_step(roles, partial(kept_samples, plan, roles), step, push=False)
@@ -115,8 +120,7 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
     """Builds every model that trains, on all ranks, and no rollout engine. Collective."""
     config = plan.config if edit is None else edit.config
     topology, phases = runtime.topology, runtime.phases
-    built = placed(config, runtime.run_dir, plan.actor_ranks == topology.world)
-    require_sound(built, topology.world)
+    built = sound_config(plan, runtime, config)
     if not config.algo.needs_reference:  # but steps before the edited one may ask it
         built = replace(built, algo=plan.config.algo)
     placement = place(built, topology.world)
@@ -140,12 +144,27 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
     )  # fmt: skip
 
 
-def start_from(plan: ReplayPlan, roles: Roles, edit: Edit | None) -> None:
+def sound_config(plan: ReplayPlan, runtime: Runtime, config: PpoConfig) -> PpoConfig:
+    """Returns the config by which models are built. Raises ConfigError where it is not sound."""
+    world = runtime.topology.world
+    built = placed(config, runtime.run_dir, plan.actor_ranks == world)
+    require_sound(built, world)
+    return built
+
+
+def check_edit(plan: ReplayPlan, runtime: Runtime, edit: Edit) -> None:
+    """Raises ConfigError where the edited step cannot be run: before any step is."""
+    known, wanted = training_roles(plan.config), estimator_of(edit.config.algo)
+    for name, learns in (("critic", wanted.critic), ("prm", wanted.prm)):
+        if learns and name not in known:
+            raise ConfigError(
+                f"the run has no {name}, which would have learnt: start a run with it"
+            )
+    sound_config(plan, runtime, edit.config)
+
+
+def start_from(plan: ReplayPlan, roles: Roles) -> None:
     """Gives the models the state that they had before the first of the steps. Collective."""
-    known = training_roles(plan.config)
-    more = [name for name in ("critic", "prm") if name not in known and getattr(roles, name)]
-    if edit is not None and more:
-        raise ConfigError(f"the run has no {more[0]}, which would have learnt: start a run with it")
     if plan.start is None:
         return
     with roles.phases("resume"):

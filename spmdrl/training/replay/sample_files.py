@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import tokenize
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,12 @@ from spmdrl.training.collect import RolloutResult
 from spmdrl.types import Judgement, Prompt, Sample
 
 FORMAT = 1
+# what numpy raises for bytes that are no longer what it wrote: NotImplementedError for another kind
+# of compression, TokenError for the header of an array
+DAMAGED = (
+    OSError, EOFError, ValueError, LookupError, TypeError, NotImplementedError, zipfile.BadZipFile,
+    zlib.error, tokenize.TokenError,
+)  # fmt: skip
 # by the name of the array: the field of a Sample, and its type in the file
 TOKEN_ARRAYS = {
     "token_ids": ("response_ids", np.int32),
@@ -135,22 +143,31 @@ def read(path: Path) -> KeptFile:
     """Reads what `packed` has made. Raises ConfigError where the file is damaged or of another
     version.
     """
-    try:
+    with telling_damage(path):
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
         head = json.loads(arrays["json"].tobytes())
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if head.get("format") != FORMAT:
-        raise ConfigError(
-            f"{path} is of format {head.get('format')}, this version of spmdrl reads {FORMAT}: "
-            "replay it with the version that wrote it"
-        )
-    flat = samples_of(head, arrays)
-    everyone = nested(flat, [fields["num_rows"] for fields in head["samples"]])
-    taken = [everyone[i] for i in head["trained"]]
-    rollout = RolloutResult(taken, all_samples=everyone, **head["result"])
-    return KeptFile(head["world"], head["num_rows"], rollout)
+        if head.get("format") != FORMAT:
+            raise ConfigError(
+                f"{path} is of format {head.get('format')}, this version of spmdrl reads {FORMAT}: "
+                "replay it with the version that wrote it"
+            )
+        flat = samples_of(head, arrays)
+        everyone = nested(flat, [fields["num_rows"] for fields in head["samples"]])
+        taken = [everyone[i] for i in head["trained"]]
+        rollout = RolloutResult(taken, all_samples=everyone, **head["result"])
+        return KeptFile(head["world"], head["num_rows"], rollout)
+
+
+@contextmanager
+def telling_damage(path: Path) -> Iterator[None]:
+    """Raises ConfigError with the path where a file of numpy's cannot be read."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except DAMAGED as error:
+        raise ConfigError(f"{path} cannot be read: {error or type(error).__name__}") from error
 
 
 def samples_of(head: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Sample]:

@@ -7,16 +7,14 @@ differs, and of which sample. A sum does not depend on the rank that a sequence 
 from __future__ import annotations
 
 import io
-import zipfile
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from spmdrl.config import ConfigError
 from spmdrl.segments import segment_sum
+from spmdrl.training.replay.sample_files import telling_damage
 from spmdrl.types import SEQ_FIELDS, Batch
 
 # in the order in which a step computes them, with the words for a reader
@@ -107,13 +105,11 @@ def packed_sums(found: SequenceSums, world: int) -> bytes:
 
 def read_sums(path: Path) -> tuple[SequenceSums, int]:
     """(what packed_sums was given). Raises ConfigError where the file is damaged."""
-    try:
+    with telling_damage(path):
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
-        world = int(arrays["world"])
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    names = [name for name in FIELDS if f"sum_{name}" in arrays]
-    sums = {name: arrays[f"sum_{name}"] for name in names}
-    sizes = {name: arrays[f"size_{name}"] for name in names}
-    return SequenceSums(arrays["addresses"], arrays["lens"], sums, sizes), world
+        names = [name for name in FIELDS if f"sum_{name}" in arrays]
+        sums = {name: arrays[f"sum_{name}"] for name in names}
+        sizes = {name: arrays[f"size_{name}"] for name in names}
+        found = SequenceSums(arrays["addresses"], arrays["lens"], sums, sizes)
+        return found, int(arrays["world"])

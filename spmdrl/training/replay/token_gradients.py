@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from spmdrl.config import ConfigError, PpoConfig
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
 class MeasuredEngine:
     """The actor's engine, which measures one sample before each update that has it."""
 
-    def __init__(self, engine: TrainEngine, address: tuple[int, int]) -> None:
+    def __init__(
+        self, engine: TrainEngine, address: tuple[int, int], still_going: Callable[[], None]
+    ) -> None:
+        """still_going: says that this rank is no hang, while one phase takes the passes of all
+        tokens."""
         self.engine = cast("FsdpEngine", engine)  # check_gradients refuses others
-        self.address = address
+        self.address, self.still_going = address, still_going
         self.last: TokenGradients | None = None  # of the last update with the sample
 
     def __getattr__(self, name: str) -> Any:
@@ -32,7 +37,9 @@ class MeasuredEngine:
         """Does what the engine's update does. Collective over its ranks."""
         pairs = list(zip(batch.groups.tolist(), batch.indices.tolist(), strict=True))
         seq = pairs.index(self.address) if self.address in pairs else None
-        found = token_gradients(self.engine, batch, seq, loss_fn, temperature, images)
+        found = token_gradients(
+            self.engine, batch, seq, loss_fn, temperature, images, self.still_going
+        )
         self.last = found or self.last
         return self.engine.update(batch, loss_fn, temperature, images)
 
@@ -40,7 +47,8 @@ class MeasuredEngine:
 def measured(roles: Roles, address: tuple[int, int]) -> MeasuredEngine:
     """Puts a measured engine in the place of the actor's. address: group and index in the step."""
     stride = 1 + roles.config.algo.replay_steps
-    engine = MeasuredEngine(roles.actor.model, (address[0] * stride, address[1]))
+    placed = address[0] * stride, address[1]
+    engine = MeasuredEngine(roles.actor.model, placed, roles.phases.still_going)
     roles.actor.engine = engine
     return engine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,9 +100,10 @@ def gradients(
     the policy loss moves.
 
     The gradient of the step is the sum over tokens of this number times the gradient of the
-    token's log-probability.
+    token's log-probability. With distillation that of the divergence comes on top, which goes
+    through other tokens' log-probabilities.
     """
-    algo = roles.config.algo
+    algo = replace(roles.config.algo, distillation=None)
     whole = gradient_of(policy_objective(algo, *coefs), own, last)
     of_policy = gradient_of(policy_objective(algo, 0.0, 0.0), own, last)
     assert own.advantages is not None and own.loss_weights is not None
