@@ -115,7 +115,7 @@ def write_piece(folder: Path, piece: Piece, data: torch.Tensor) -> None:
             file.write(data.numpy()[:count].data)
 
 
-class Transfer:
+class FileTransfer:
     """The files of one rank in an exchange. Where one cannot be read or written (memory full, say),
     the first failure is kept and the messages go on: other ranks wait for them, for days.
     """
@@ -158,7 +158,7 @@ def swap(
     text = torch.empty(int(theirs), dtype=torch.uint8)
     exchange(group, torch.frombuffer(bytearray(header), dtype=torch.uint8), to, text, source)
     receives = [(str(name), int(size)) for name, size in json.loads(text.numpy().tobytes())]
-    outgoing, incoming, files = pieces_of(sends), pieces_of(receives), Transfer(folder)
+    outgoing, incoming, files = pieces_of(sends), pieces_of(receives), FileTransfer(folder)
     for number in range(max(len(outgoing), len(incoming))):
         out = files.read(outgoing[number]) if number < len(outgoing) else None
         into = None
@@ -368,7 +368,7 @@ def run_transfers(
     group: dist.ProcessGroup,
 ) -> OSError | None:  # fmt: skip
     """Sends and receives what is this rank's of it. Returns its first failure to read or write."""
-    files = Transfer(folder)
+    files = FileTransfer(folder)
     for file, source, to in transfers:
         if rank not in (source, to):
             continue

@@ -337,9 +337,7 @@ def load_dataset(
     paths: str | tuple[str, ...], config: PpoConfig, tokenizer: Any, topology: Topology,
     benchmark: str = "", sampler: SamplerConfig | None = None, demonstration_tokens: int = 0,
 ) -> PromptDataset:  # fmt: skip
-    """sampler: where prompts are drawn by it; demonstration_tokens: as of PromptDataset.load.
-    Collective.
-    """
+    """Collective. sampler, demonstration_tokens: as of PromptDataset.load."""
     data, hf = prompts_of(config), load_hf_config(config.model)
     vision = ImageProcessor.load(config.model, hf, data)
     reward = rewards_of(config)

@@ -1,4 +1,4 @@
-"""How old the weights are that chose the tokens of a step."""
+"""Measures how old the weights are that chose the tokens of a step."""
 
 from __future__ import annotations
 
