@@ -218,7 +218,7 @@ def test_a_model_learns_to_call_a_tool(tmp_path):
     done = train(
         tmp_path, 2, "--config", str(TOOLS), "--steps", "8", "--eval_every", "0",
         "--run_dir", "tools", "--checkpoint.every_steps", "0", "--trackers", "()",
-        "--data.max_eval_prompts", "192", timeout_s=400,
+        "--data.max_eval_prompts", "512", timeout_s=400,
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(tmp_path / "tools")
