@@ -45,8 +45,8 @@ BASE = PpoConfig(
 # (world, micro-batch budget, order of the samples, ranks of sampling, actor, ref, critic, prm; how
 # many of each of these share their tokens); the first is what the others are held to
 SPLITS = [
-    (1, 64, "given", "", ""), (2, 40, "shuffled", "", ""),
-    (2, 30, "given", "01 01 0 01 01", "2 1 2 1"), (3, 1000, "shuffled", "02 01 2 12 0", ""),
+    (1, 120, "given", "", ""), (2, 80, "shuffled", "", ""),
+    (2, 60, "given", "01 01 0 01 01", "2 1 2 1"), (3, 1000, "shuffled", "02 01 2 12 0", ""),
 ]  # fmt: skip
 pytestmark = pytest.mark.timeout(1200)
 

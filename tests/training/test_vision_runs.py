@@ -267,23 +267,28 @@ def test_a_model_learns_the_names_of_colours(tmp_path):
     shows, without which nothing says which colour it is."""
     script = ROOT / "examples/colours/make_assets.py"
     subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, timeout=120)
+    for name in ("train", "eval"):  # one image and an answer of one letter are learnt soonest
+        path = tmp_path / f"runs/colours/{name}.parquet"
+        rows = [row for row in pq.read_table(path).to_pylist() if len(row["images"]) == 1]
+        pq.write_table(pa.Table.from_pylist(rows), path)
     config = str(ROOT / "configs/qwen2_5_vl_tiny_colours_cpu.py")
     done = train(
-        tmp_path, 2, "--config", config, "--steps", "30", "--eval_every", "30", "--run_dir", "run"
-    )
+        tmp_path, 2, "--config", config, "--steps", "8", "--eval_every", "8", "--run_dir", "run",
+        "--rollout.max_tokens", "1",
+    )  # fmt: skip
     assert done.code == 0, done.output[-6000:]
     rows = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").open()]
     right = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
-    assert right[0] < 0.2, right
-    assert right[30] > 0.25, right
+    assert right[0] < 0.25, right
+    assert right[8] > 0.6, right
 
     config = str(ROOT / "configs/qwen2_5_vl_tiny_look_cpu.py")
     done = train(
-        tmp_path, 2, "--config", config, "--steps", "10", "--eval_every", "10", "--run_dir", "look"
+        tmp_path, 2, "--config", config, "--steps", "8", "--eval_every", "8", "--run_dir", "look"
     )
     assert done.code == 0, done.output[-6000:]
     rows = [json.loads(line) for line in Path(tmp_path, "look/metrics.jsonl").open()]
     assert all(row.get("actor/logprob_diff_max", 0) < 1e-5 for row in rows)
     right = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     assert right[0] < 0.4, right
-    assert right[10] > 0.5, right
+    assert right[8] > 0.6, right
