@@ -8,7 +8,6 @@ TORCH_INDEX ?=
 SEED ?= 0
 BIN := .venv/bin
 LINT := $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
-HEAVY := ranks or vllm or megatron or sandbox or compiles
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # the image that launch files name; launch/image.env has it
@@ -41,18 +40,17 @@ lint: .venv  ## ruff, ruff format and mypy
 	$(LINT)
 
 check: lint  ## lint, then the tests that start no ranks and no engine: 4 to 6 minutes
-	$(BIN)/python -m pytest $(TWO) -m "not ($(HEAVY)) and not clock"
+	$(BIN)/python -m pytest $(TWO) \
+		-m "not ranks and not vllm and not megatron and not sandbox and not compiles and not clock"
 
-# Tests that look at the clock have a core of their own, and lint goes on beside them. Then those
-# with ranks or an engine, two files at a time; they wait a lot, and what `make check` has fills it.
+# Tests that look at the clock have a core of their own, and lint goes on beside them. The rest
+# follows, two files at a time.
 test: .venv  ## lint and the whole test suite
-	@log=$$(mktemp -d); failed=0; trap 'kill $$linted $$filled 2>/dev/null; exit 130' INT TERM; \
-	nice -n 10 sh -c '$(LINT)' >$$log/lint 2>&1 & linted=$$!; \
+	@log=$$(mktemp); failed=0; \
+	nice -n 10 sh -c '$(LINT)' >$$log 2>&1 & linted=$$!; \
 	$(BIN)/python -m pytest -m clock $$(grep -rl 'mark\.clock' tests --include='test_*.py') || failed=1; \
-	wait $$linted || failed=1; cat $$log/lint; \
-	nice -n 5 $(BIN)/python -m pytest -m "not ($(HEAVY)) and not clock" >$$log/filled 2>&1 & filled=$$!; \
-	$(BIN)/python -m pytest $(TWO) -m "($(HEAVY)) and not clock" || failed=1; \
-	wait $$filled || failed=1; cat $$log/filled; rm -r $$log; \
+	wait $$linted || failed=1; cat $$log; rm $$log; \
+	$(BIN)/python -m pytest $(TWO) -m "not clock" || failed=1; \
 	exit $$failed
 
 bench: .venv  ## time a step: fixed, natural and short answers, one and two ranks; into runs/bench.jsonl
