@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from workloads import ASSETS, CORRECTIONS, WORKLOADS, peer_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = "examples/add2/config.py"
+FOLDER = "examples/add2"
 DROPPED_STEPS = 2
 SAMPLES = 32 * 8
 THREADS = 2  # over all ranks
@@ -72,6 +72,8 @@ def main() -> None:
     os.chdir(ROOT)
     if peers and not Path(peers, "venv/bin/python").exists():
         sys.exit(f"bench: {peers} has no venv; make it with {peers}/bench_peers.sh")
+    if peers and "agent" in args.workload.split(","):
+        parser.error("--peers: the workload agent has no peer")
     make_assets()
     out.parent.mkdir(exist_ok=True)
     for name, ranks, correction in product(
@@ -120,7 +122,8 @@ def measure(
     run_dir = root / ASSETS / f"run_{name}_{ranks}"
     shutil.rmtree(run_dir, ignore_errors=True)
     command = [sys.executable, "-m", "spmdrl.launch", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "spmdrl.ppo", "--config", CONFIG]
+    config = f"{FOLDER}/{WORKLOADS[name].config}"
+    command += ["--nproc-per-node", str(ranks), "-m", "spmdrl.ppo", "--config", config]
     command += ["--run_dir", str(run_dir), "--steps", str(steps)]
     command += [*WORKLOADS[name].options(), *CORRECTIONS[correction], *options]
     own_code = os.pathsep.join([str(root), str(root / "kernels")])

@@ -3,6 +3,7 @@
 add2      32 prompts x 8 answers of exactly 64 tokens
 natural   the same prompts, answers that end with EOS, of 256 tokens at most
 short     prompts of 60 tokens, answers of exactly 10
+agent     add2 by an agent that asks for each answer at the engine's endpoint; it has no peer
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Workload:
     longest: int  # tokens of prompt and answer together
     ends: bool  # whether EOS ends an answer
     lr: float = 1e-4  # next to 0 where lengths are to stay those of the first policy
+    config: str = "config.py"  # beside this file
 
     def options(self) -> list[str]:
         """Of spmdrl.ppo, beside the config's. A micro-batch has 64 sequences of the longest, of
@@ -49,6 +51,7 @@ WORKLOADS = {
     "add2": Workload("train.parquet", answer=64, longest=70, ends=False),
     "natural": Workload("train.parquet", answer=256, longest=262, ends=True, lr=1e-12),
     "short": Workload("long_prompts.parquet", answer=10, longest=70, ends=False),
+    "agent": Workload("train.parquet", answer=64, longest=70, ends=False, config="agent.py"),
 }
 # TRL's own correction: ratios of whole sequences, those above 3 masked. Its options here; what it
 # costs does not depend on the bounds.

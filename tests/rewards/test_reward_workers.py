@@ -298,21 +298,26 @@ def test_functions_of_a_config_file(tmp_path):
     Loaded as the programs load it. torch in the config must not be paid for in the worker.
     """
     (tmp_path / "my_table.py").write_text(
-        "import torch\nTABLE = {'right': 1.0}\ndef look_up(word): return TABLE.get(word, 0.0)\n"
+        "import functools, torch\nTABLE = {'right': 1.0}\n"
+        "@functools.lru_cache(maxsize=5)\ndef look_up(word): return TABLE.get(word, 0.0)\n"
     )
     (tmp_path / "my_config.py").write_text(
         "import torch\n"
         "from my_table import look_up\n"
         "from spmdrl.config import DataConfig, PpoConfig\n"
+        "import functools\n"
+        "@functools.cache\n"
         "def helper(response): return look_up(response)\n"
         "def reward(response):\n"
         "    import sys\n"
-        "    return {'score': helper(response), 'torch': 'torch' in sys.modules}\n"
+        "    kept = look_up.cache_parameters()['maxsize']\n"
+        "    return {'score': helper(response), 'torch': 'torch' in sys.modules, 'kept': kept}\n"
         "config = PpoConfig(model='', data=DataConfig(train=''), reward=reward)\n"
     )
     config = load_config(str(tmp_path / "my_config.py"), PpoConfig, {})
     got = run(config.reward, [sample("right"), sample("wrong")])
-    assert [(s.reward, s.reward_info) for s in got] == [(1.0, {"torch": 0}), (0.0, {"torch": 0})]
+    told = {"torch": 0, "kept": 5}
+    assert [(s.reward, s.reward_info) for s in got] == [(1.0, told), (0.0, told)]
 
 
 def test_an_importable_module_is_imported(tmp_path, monkeypatch):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import pickle
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from spmdrl.config import AgentConfig, ConfigError, MultiTurnConfig, RewardConfi
 from spmdrl.rewards.builtin import IMPORTED_FIRST
 from spmdrl.rewards.workers.process import Kind, Setup, WorkerProcess
 from spmdrl.rewards.workers.stateful_tools import Objects
-from spmdrl.rewards.workers.worker import RewardResult
+from spmdrl.rewards.workers.worker import RewardResult, with_cache
 
+CACHED = type(functools.cache(len))
 MOST_HOMES = 1 << 16  # of samples that went elsewhere before they were over, for the most part
 
 Function = Callable[..., Any]
@@ -165,7 +167,7 @@ def worker_setup(
     for module in by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
-        pickled = cloudpickle.dumps(functions)
+        pickled = by_value_of(functions, {"__main__", *(module.__name__ for module in by_value)})
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
         names = ", ".join(map(name_of, functions))
         raise ConfigError(
@@ -179,6 +181,28 @@ def worker_setup(
     sent = {"functions": pickled, "sys_path": sys.path, "imports": imports, "loop": loop,
             "kind": kind.__name__}  # fmt: skip
     return Setup(pickle.dumps(sent), kind)
+
+
+class ByValue(cloudpickle.Pickler):
+    """Sends functions of functools.cache and lru_cache by value too, which cloudpickle sends as
+    names alone. modules: names of those whose functions travel by value.
+    """
+
+    def __init__(self, file: io.BytesIO, modules: Collection[str]) -> None:
+        super().__init__(file)
+        self.modules = modules
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CACHED) and obj.__module__ in self.modules:
+            return with_cache, (obj.__wrapped__, obj.cache_parameters())
+        return super().reducer_override(obj)
+
+
+def by_value_of(functions: list[Function], modules: Collection[str]) -> bytes:
+    """Raises what cloudpickle raises."""
+    file = io.BytesIO()
+    ByValue(file, modules).dump(functions)
+    return file.getvalue()
 
 
 def modules_by_value(functions: list[Function]) -> list[ModuleType]:

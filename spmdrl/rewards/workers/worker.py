@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import functools
 import importlib
 import inspect
 import io
@@ -347,6 +348,11 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before the line above
         sys.exit(1)
+
+
+def with_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    """Returns a function with functools.lru_cache around it, as a user's file has it."""
+    return functools.lru_cache(**parameters)(function)
 
 
 def load(setup: dict[str, Any]) -> list[Callable[..., Any]]:
