@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -29,9 +29,8 @@ def two_hosts(folder: Path) -> Iterator[Network]:
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    network = Network(folder, ["left", "right"])
-    yield network
-    network.close()
+    with closing(Network(folder, ["left", "right"])) as network:
+        yield network
 
 
 NAMES = ("net", "uts", "mnt", "pid")  # of the namespaces of a host

@@ -152,6 +152,17 @@ def test_make_recipes_runs_every_config_for_cpus_and_finds_its_row() -> None:
         recipes.with_cells(page, replace(recipes.RECIPES[0], config="unknown"), {})
 
 
+def test_each_workload_of_the_benchmark_has_a_config() -> None:
+    workloads = load_module("examples/add2/workloads.py").WORKLOADS
+    configs = {
+        name: load_config(str(ROOT / "examples/add2" / workload.config), PpoConfig, {})
+        for name, workload in workloads.items()
+    }
+    assert {name for name, found in configs.items() if found.agent is not None} == {"agent"}
+    assert replace(configs["agent"], agent=None, agents=configs["add2"].agents,
+                   reward=configs["add2"].reward) == configs["add2"]  # fmt: skip
+
+
 def test_ppo_config_differs_from_its_base_only_where_it_says() -> None:
     grpo = load_config(str(ROOT / "configs/qwen3_tiny_arithmetic_grpo_cpu.py"), PpoConfig, {})
     ppo = load_config(str(ROOT / "configs/qwen3_tiny_arithmetic_ppo_cpu.py"), PpoConfig, {})

@@ -159,6 +159,8 @@ def scale_rollout(scaled: Scaled, roles: Mapping[str, Ranks], on_gpu: bool) -> N
     config = scaled.config
     for key, value, reason in replaced_engines(config, on_gpu):
         scaled.set(key, value, reason)
+    if "model" in config.rollout.speculative:
+        scaled.set("rollout.speculative", {}, "its draft model is not made tiny")
     tp = take_half(value_at(scaled.config, "rollout.tensor_parallel"), len(roles["rollout"]))
     scaled.set("rollout.tensor_parallel", tp, f"rollout has {len(roles['rollout'])} ranks")
     if tp == 1:
@@ -183,7 +185,7 @@ def replaced_engines(config: PpoConfig, on_gpu: bool) -> Iterator[tuple[str, Any
         for key, value in (
             ("rollout.tensor_parallel", 1), ("rollout.expert_parallel", False),
             ("rollout.enforce_eager", "auto"), ("rollout.engine_args", {}),
-            ("rollout.quantization", None), ("weights.lora", "merge"),
+            ("rollout.quantization", None), ("rollout.speculative", {}), ("weights.lora", "merge"),
         ):  # fmt: skip
             yield key, value, "of the other engine"
     if judge is not None and not can_run(judge.engine or rollout.engine, on_gpu):

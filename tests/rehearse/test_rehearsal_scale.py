@@ -197,6 +197,17 @@ def test_an_engine_that_does_not_run_here_becomes_transformers():
         assert any("SGLang does not run here" in change.line() for change in found.changes)
 
 
+def test_a_draft_model_is_left_out_and_n_grams_are_not():
+    """A tiny policy has other tokens than the draft model, which may be large."""
+    for given, kept in (({"model": "draft", "num_speculative_tokens": 2}, False),
+                        ({"method": "ngram", "num_speculative_tokens": 2}, True)):  # fmt: skip
+        found, _ = scaled(8, 2, rollout=RolloutConfig(engine="vllm", speculative=given))
+        assert found.config.rollout.speculative == (given if kept else {})
+    found, _ = scaled(8, 2, rollout=RolloutConfig(engine="sglang", speculative=given))
+    ENGINES["hf"].check(found.config.rollout)
+    assert not found.config.rollout.speculative
+
+
 @pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
 def test_an_engine_need_not_be_installed_here(qwen3):
     config = ppo_config(qwen3, rollout=rollout_config(engine="sglang"))

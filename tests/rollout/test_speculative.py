@@ -19,6 +19,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.base import Completion, Request, SamplingParams
 from spmdrl.rollout.build import check_adapter, check_engine
+from spmdrl.rollout.vllm import speculative
 from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.rollout.vllm.model_types import check_routed_experts
 
@@ -158,7 +159,9 @@ def refused(model: Path, given: Mapping[str, Any], strict: bool = False, **field
     return str(raised.value)
 
 
-def test_what_would_not_be_right_is_refused(qwen3: Path, tmp_path: Path) -> None:
+def test_what_would_not_be_right_is_refused(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "set rollout.engine='vllm'" in refused(qwen3, NGRAM, engine="hf")
     assert "strict=True" in refused(qwen3, NGRAM, strict=True)
     assert "min_p" in refused(qwen3, NGRAM, min_p=0.1)
@@ -169,6 +172,9 @@ def test_what_would_not_be_right_is_refused(qwen3: Path, tmp_path: Path) -> None
     other = save_qwen3(tmp_path / "other", vocab_size=len(CHARS) + 7)
     draft = {"num_speculative_tokens": 2, "model": str(other)}
     assert f"has {len(CHARS) + 7} tokens" in refused(qwen3, draft)
+    with monkeypatch.context() as patch:
+        patch.setattr(speculative, "runs_on_cpu", lambda: False)
+        assert "set rollout.sleep=False" in refused(qwen3, draft)
     assert "there is no model" in refused(qwen3, draft | {"model": str(tmp_path)})
     Qwen3NextConfig().save_pretrained(tmp_path / "state")
     assert "carry a state" in refused(tmp_path / "state", NGRAM)

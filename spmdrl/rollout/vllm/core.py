@@ -97,11 +97,6 @@ def build_core(
     """
     on_cpu = device.type == "cpu"
     eager = is_eager(config, not on_cpu, strict)
-    require(
-        on_cpu or frozen or not config.sleep or "model" not in config.speculative,
-        "rollout.speculative with a draft model: vLLM's sleep would drop its weights, which no "
-        "push brings back; set rollout.sleep=False, or use method 'ngram'",
-    )
     if on_cpu and not eager:
         require_compiler("rollout.enforce_eager=False", "leave it out")
     hf = load_hf_config(model)

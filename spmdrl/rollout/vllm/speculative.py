@@ -20,7 +20,7 @@ from spmdrl.hub.hf_folder import load_hf_config, sees_images
 from spmdrl.rollout.rng import mix
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm.cpu import AddressedNoise
-from spmdrl.rollout.vllm.model_types import untried_layers
+from spmdrl.rollout.vllm.model_types import runs_on_cpu, untried_layers
 
 # of vLLM's SpeculativeConfig: tokens are proposed from the sequence itself, or by a smaller model
 NGRAM = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
@@ -62,6 +62,11 @@ def check_speculative(hf: Any, config: RolloutConfig, strict: bool) -> None:
     )
     untried = untried_layers(hf.get_text_config())
     require(untried is None, f"{given} was not tried with {untried}: leave it out")
+    require(
+        not (draft and config.sleep) or runs_on_cpu(),
+        f"{given} with rollout.sleep=True: vLLM's sleep would drop the draft model's weights, "
+        "which no push brings back; set rollout.sleep=False, or use method 'ngram'",
+    )
     if draft:
         check_draft_model(hf, str(draft), given)
 
