@@ -46,6 +46,8 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     folder = str(file.parent.resolve())  # once: the file may change to another folder
+    forget_siblings(file.parent)
+    before = set(sys.modules)
     sys.path.insert(0, folder)
     launched = launcher_environment()
     try:
@@ -61,6 +63,7 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     finally:
         with suppress(ValueError):  # the file may have taken it away
             sys.path.remove(folder)
+        SIBLINGS.update(name for name in set(sys.modules) - before if _stands_in(name, folder))
         changed = restore_environment(launched)
     if changed:
         raise ConfigError(
@@ -78,6 +81,25 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     for key in sorted(overrides, key=lambda key: key.count(".")):
         config = override(config, key, overrides[key])
     return config
+
+
+SIBLINGS: set[str] = set()  # modules that config files have imported from their own folders
+
+
+def forget_siblings(folder: Path) -> None:
+    """Makes a config import the modules of its own folder, where an earlier config of the process
+    has imported others of the same names from its folder.
+    """
+    for name in [n for n in SIBLINGS if not _stands_in(n, str(folder.resolve()))]:
+        top = folder / name.partition(".")[0]
+        if top.is_dir() or is_file(top.with_name(f"{top.name}.py")):
+            SIBLINGS.discard(name)
+            sys.modules.pop(name, None)
+
+
+def _stands_in(name: str, folder: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and str(file).startswith(folder + os.sep)
 
 
 # what torchrun, Slurm or a user's own launcher tells a rank of its place

@@ -131,6 +131,21 @@ def test_configs_share_a_base_by_import(write):
     assert load_config(path, PpoConfig, {}).steps == 3
 
 
+def test_a_config_imports_from_its_own_folder_whatever_an_earlier_one_imported(tmp_path):
+    """As `replay --config one/config.py --edit two/config.py` does."""
+    for name, steps in (("one", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        base = (
+            CONFIG_FILE
+            + f"from dataclasses import replace\nconfig = replace(config, steps={steps})\n"
+        )
+        (tmp_path / name / "base_of_both.py").write_text(base)
+        (tmp_path / name / "config.py").write_text("from base_of_both import config\n")
+    steps = [load_config(str(tmp_path / name / "config.py"), PpoConfig, {}).steps
+             for name in ("one", "two", "two", "one")]  # fmt: skip
+    assert steps == [1, 2, 2, 1]
+
+
 def test_fingerprint_sees_values_and_code(write):
     first = fingerprint(load_config(write(CONFIG_FILE), PpoConfig, {}))
     assert first == fingerprint(load_config(write(CONFIG_FILE), PpoConfig, {}))

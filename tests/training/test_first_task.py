@@ -24,9 +24,15 @@ HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Imports a file of the example, whose name is forgotten at the end: other examples have a
+    `config` too.
+    """
     monkeypatch.syspath_prepend(EXAMPLE)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module(name)
+    sys.modules.pop(name, None)
+    module = importlib.import_module(name)
+    del sys.modules[name]
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
 
 
 def write_gguf(path: Path) -> np.ndarray:

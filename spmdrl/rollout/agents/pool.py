@@ -142,7 +142,7 @@ class AgentPool:
     def start(self, task: AgentTask, params: SamplingParams, attempt: int = 0) -> None:
         trajectory = Trajectory(secrets.token_urlsafe(9), task.seed)
         session = Session(trajectory, params, self.encoders, self.queue, self.limits, MODEL)
-        self.server.call(self.server.endpoint.begin, session)
+        self.server.post(self.server.endpoint.begin, session)  # before any request can come
         url, row = f"{self.server.url}/t/{trajectory.id}", task.row
         told = row | {
             "row": row, "base_url": f"{url}/v1", "anthropic_base_url": url, "api_key": self.key,
@@ -157,7 +157,8 @@ class AgentPool:
         """Ends a trajectory, and its agent where that is still at work."""
         running = self.running.pop(address)
         running.submitted.future.cancel()
-        self.server.call(self.server.endpoint.end, running.session.trajectory.id)
+        running.session.close()
+        self.server.post(self.server.endpoint.end, running.session.trajectory.id)
 
     def collect(self, task: AgentTask, params: SamplingParams) -> bool:
         """Whether the task's agent has ended. One that failed begins anew, if it may."""

@@ -6,17 +6,14 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 
 from spmdrl.config import ConfigError, ServeConfig
 from spmdrl.rollout.agents.endpoint import Endpoint
 
-START_S = 60.0  # for the server to begin
 CLOSE_S = 5.0  # for it to end
-
-Result = TypeVar("Result")
 
 
 class EndpointServer:
@@ -46,13 +43,11 @@ class EndpointServer:
         asyncio.set_event_loop(self.loop)
         self.loop.run_until_complete(self.server.serve([self.socket]))
 
-    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs a function on the endpoint's event loop, and waits for it."""
-
-        async def run() -> Result:
-            return function(*arguments)
-
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(START_S)
+    def post(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Has the endpoint's event loop run a function, before what comes to it later, and does not
+        wait: a thread that samples would wait for Python's lock each time.
+        """
+        self.loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
         self.server.should_exit = self.server.force_exit = True

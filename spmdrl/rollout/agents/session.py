@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ class SessionLimits:
 
 @dataclass
 class Session:
-    """Belongs to the event loop of the endpoint."""
+    """Belongs to the event loop of the endpoint, but for `close`."""
 
     trajectory: Trajectory
     params: SamplingParams  # how the policy samples; requests set lengths and stops alone
@@ -42,6 +43,7 @@ class Session:
     num_turns: int = 0  # asked for
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # that answer requests
     over: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of `over` and the trajectory
 
     async def chat(self, request: ChatRequest) -> Answers:
         """Raises ApiError."""
@@ -54,15 +56,14 @@ class Session:
         encoder = self.encoders.of(request)
         stop = (*self.params.stop, *request.stop)
         completions = await self.sample(draft, request)
-        choices, id = [], new_id()
-        for completion in completions:
-            spoken = encoder.spoken(completion, stop)
-            self.trajectory.commit(draft, completion, spoken.message, id)
-            texts = self.token_texts(completion) if request.logprobs else []
-            choices.append(
-                Choice(spoken.message, spoken.finish_reason, completion, texts,
-                       call_ids_of(spoken.message))
-            )  # fmt: skip
+        spoken = [encoder.spoken(completion, stop) for completion in completions]
+        id = self.commit(draft, completions, [each.message for each in spoken])
+        choices = [
+            Choice(said.message, said.finish_reason, completion,
+                   self.token_texts(completion) if request.logprobs else [],
+                   call_ids_of(said.message))
+            for completion, said in zip(completions, spoken, strict=True)
+        ]  # fmt: skip
         self.names |= {call: name for choice in choices for call, name, _ in choice.calls}
         return Answers(self.model, draft.tokens.ids, choices, id)
 
@@ -81,15 +82,17 @@ class Session:
                 "invalid_value",
             )  # fmt: skip
         draft = self.trajectory.draft_tokens(ids, tokenizer.decode)
-        choices, id = [], new_id()
-        for completion in await self.sample(draft, request):
+        completions, messages = await self.sample(draft, request), []
+        for completion in completions:
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             text = before_stop(text, (*self.params.stop, *request.stop))
-            message: Message = {"role": "assistant", "content": text}
-            self.trajectory.commit(draft, completion, message, id)
-            texts = self.token_texts(completion) if request.logprobs else []
-            finish = "length" if completion.finish_reason == "length" else "stop"
-            choices.append(Choice(message, finish, completion, texts))
+            messages.append({"role": "assistant", "content": text})
+        id = self.commit(draft, completions, messages)
+        choices = [
+            Choice(message, "length" if completion.finish_reason == "length" else "stop",
+                   completion, self.token_texts(completion) if request.logprobs else [])
+            for completion, message in zip(completions, messages, strict=True)
+        ]  # fmt: skip
         echoed = ""
         if request.echo:
             echoed = said if isinstance(said, str) else tokenizer.decode(ids)
@@ -154,10 +157,21 @@ class Session:
             )
             for seed in self.seeds(draft, request)
         ]
-        found = list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
-        if self.over:  # what comes now would change a trajectory that is being trained on
-            raise over(self.trajectory.id)
-        return found
+        return list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
+
+    def commit(
+        self, draft: Draft, completions: list[Completion], messages: list[Message]
+    ) -> str:  # fmt: skip
+        """Adds answers to the trajectory, with what the agent is told of each. Returns the id of
+        the whole. Raises ApiError once the trajectory is closed, and perhaps being trained on.
+        """
+        id = new_id()
+        with self.lock:
+            if self.over:
+                raise over(self.trajectory.id)
+            for completion, message in zip(completions, messages, strict=True):
+                self.trajectory.commit(draft, completion, message, id)
+        return id
 
     def seeds(self, draft: Draft, request: ChatRequest | TextRequest) -> list[int]:
         """Returns a seed for each answer: of the sample, of the prompt, and of how often that was
@@ -176,8 +190,13 @@ class Session:
     def token_texts(self, completion: Completion) -> list[str]:
         return [self.encoders.tokenizer.decode([token]) for token in completion.token_ids]
 
+    def close(self) -> None:
+        """Has the trajectory stay as it is. Any thread may call this."""
+        with self.lock:
+            self.over = True
+
     def end(self) -> None:
         """Refuses what is still asked."""
-        self.over = True
+        self.close()
         for task in self.tasks:
             task.cancel()

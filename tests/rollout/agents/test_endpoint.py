@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from spmdrl.rewards.workers.caller import Submitted
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.agents.endpoint import Endpoint
 from spmdrl.rollout.agents.pool import AgentPool, AgentTask, Running
+from spmdrl.rollout.agents.requests import ApiError
 from spmdrl.rollout.agents.samples import NO_TURN, from_json, to_json, training_rows
 from spmdrl.rollout.agents.session import Session
 from spmdrl.rollout.agents.trajectory import Trajectory
@@ -295,9 +297,22 @@ def begun(pool: AgentPool, task: AgentTask, versions: list[int], **fields: Any) 
     draft = trajectory.draft_tokens([5], str)
     answer = Completion([6] * len(versions), [-1.0] * len(versions), "stop", versions)
     trajectory.commit(draft, answer, {"role": "assistant", "content": "x"})
-    pool.server.call(pool.server.endpoint.begin, session)
+    pool.server.post(pool.server.endpoint.begin, session)
     pool.running[task.address] = Running(session, Submitted(future), **fields)
     return future
+
+
+def test_nothing_is_added_to_a_trajectory_that_is_closed(played: Round) -> None:
+    task = task_of("never_asks", 301)
+    begun(played.pool, task, [1])
+    session = played.pool.running[task.address].session
+    before = deepcopy(session.trajectory.rows)
+    draft = session.trajectory.draft_tokens([5, 6], str)
+    played.pool.end(task.address)  # while an answer is on its way to the endpoint
+    with pytest.raises(ApiError, match="is over") as refused:
+        session.commit(draft, [Completion([7], [-1.0], "stop", [1])],
+                       [{"role": "assistant", "content": "x"}])  # fmt: skip
+    assert refused.value.status == 410 and session.trajectory.rows == before
 
 
 def task_of(case: str, seed: int) -> AgentTask:
