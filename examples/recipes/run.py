@@ -1,11 +1,11 @@
 """`make recipes`: every config for CPUs as a whole run; its curve and its row in docs/recipes.md.
 
-    python examples/recipes/run.py [--only dapo,lora] [--again] [--report]
+    python examples/recipes/run.py [--only dapo,lora] [--again] [--report] [--picture FILE]
 
 Runs the commands that docs/recipes.md tells, each on two ranks and under a time limit, one after
 the other. A run that has been made is not made again, but with --again. Every end of a run writes
-docs/pictures/recipe_curves.png and the cells "score", "steps" and "time" of the rows that have run.
---report does this alone. What a run printed is in runs/recipes/<name>.log.
+docs/pictures/recipe_curves.png, or FILE, and the cells "score", "steps" and "time" of the rows that
+have run. --report does this alone. What a run printed is in runs/recipes/<name>.log.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ RECIPES = (
     addition("gspo"),
     addition("sppo"),
     addition("pf_ppo"),
+    *map(addition, ("dr_grpo", "opo", "gpg", "cispo", "sapo", "dppo", "clip_cov", "kl_cov")),
     Recipe("search_sft", "qwen3_tiny_search_sft_cpu", "runs/search/sft", "spmdrl.sft", LOSS,
            SEARCH),
     Recipe("search_grpo", "qwen3_tiny_search_grpo_cpu", "runs/search/grpo",
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--again", action="store_true", help="also those that have run")
     parser.add_argument("--report", action="store_true", help="write page and picture alone")
+    parser.add_argument("--picture", type=Path, default=PICTURE, help=f"to draw ({PICTURE})")
     args = parser.parse_args()
     os.chdir(Path(__file__).resolve().parents[2])
     names = set(filter(None, args.only.split(",")))
@@ -125,11 +127,12 @@ def main() -> None:
     if unknown:
         parser.error(f"no recipe is called {', '.join(sorted(unknown))}")
     if not args.report:
-        run_all([r for r in RECIPES if not names or r.name in names], args.again)
-    report()
+        chosen = [recipe for recipe in RECIPES if not names or recipe.name in names]
+        run_all(chosen, args.again, args.picture)
+    report(args.picture)
 
 
-def run_all(recipes: list[Recipe], again: bool) -> None:
+def run_all(recipes: list[Recipe], again: bool, picture: Path) -> None:
     """Goes on where a recipe fails; then exits with 1 and the names of those that failed."""
     failed = []
     for recipe in recipes:
@@ -137,7 +140,7 @@ def run_all(recipes: list[Recipe], again: bool) -> None:
             continue
         if not run(recipe):
             failed.append(recipe.name)
-        report()
+        report(picture)
     if failed:
         sys.exit(f"recipes: failed: {', '.join(failed)}; what they printed is in {LOGS}")
 
@@ -196,7 +199,7 @@ def seconds_file(recipe: Recipe) -> Path:
     return LOGS / f"{slug(recipe.name)}.json"
 
 
-def report() -> None:
+def report(picture: Path) -> None:
     """Writes the picture, and the cells of the page's table, from the runs that are there."""
     rows = {}
     for recipe in RECIPES:
@@ -205,7 +208,7 @@ def report() -> None:
             rows[recipe] = [json.loads(line) for line in text.splitlines()]
     if not rows:
         return
-    draw(rows)
+    draw(rows, picture)
     page = PAGE.read_text()
     for recipe, of_run in rows.items():
         page = with_cells(page, recipe, cells(recipe, of_run))
@@ -235,7 +238,7 @@ def with_cells(page: str, recipe: Recipe, new: dict[int, str]) -> str:
     return f"{page[:start]}|{'|'.join(row)}|{page[end:]}"
 
 
-def draw(rows: dict[Recipe, list[Row]]) -> None:
+def draw(rows: dict[Recipe, list[Row]], picture: Path) -> None:
     """Draws a panel for each recipe: values of each step, their average, held-out values."""
     height = -(-len(rows) // COLUMNS)
     figure = Figure(figsize=(2.6 * COLUMNS, 1.9 * height), dpi=100, layout="constrained")
@@ -244,7 +247,7 @@ def draw(rows: dict[Recipe, list[Row]]) -> None:
         draw_panel(axes, recipe, of_run)
     for axes in panels[len(rows) :]:
         axes.set_visible(False)
-    figure.savefig(PICTURE)
+    figure.savefig(picture)
 
 
 def draw_panel(axes: Axes, recipe: Recipe, rows: list[Row]) -> None:

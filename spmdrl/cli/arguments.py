@@ -26,23 +26,26 @@ C = TypeVar("C")
 R = TypeVar("R", bound=RunConfig)
 
 
-def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
+def load_config(
+    path: str, kind: type[C], overrides: Mapping[str, Any], flag: str = "--config"
+) -> C:  # fmt: skip
     """Executes the file, takes its `config`, and replaces fields: {"actor.optim.lr": 1e-6}.
 
     A whole group is replaced before single keys of it, in whatever order they are given.
     The file's folder is importable while it runs, so that configs can share a base.
+    flag: by which the file was given, for errors.
     Raises ConfigError with the file, the key and the nearest valid names.
     """
     if not path or isinstance(path, bool):
         raise ConfigError(
-            f"--config FILE is required: a Python file with config = {kind.__name__}(...)"
+            f"{flag} FILE is required: a Python file with config = {kind.__name__}(...)"
         )
     file = Path(str(path))
     if not is_file(file):
-        raise ConfigError(f"--config: no such file: {path!r}")
+        raise ConfigError(f"{flag}: no such file: {path!r}")
     spec = importlib.util.spec_from_file_location("spmdrl_config", file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"--config: {path!r} is not a Python file (*.py)")
+        raise ConfigError(f"{flag}: {path!r} is not a Python file (*.py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     folder = str(file.parent.resolve())  # once: the file may change to another folder

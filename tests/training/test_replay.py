@@ -307,6 +307,8 @@ def test_only_what_is_made_of_samples_can_be_edited(tmp_path):
         edited_config(config, "", {"rollout.temperature": 0.5})
     with pytest.raises(ConfigError, match="dynamic_sampling=3 would learn from other samples"):
         edited_config(config, "", {"algo.dynamic_sampling": 3})
+    with pytest.raises(ConfigError, match=r"--edit: no such file: 'missing\.py'"):
+        edited_config(config, "missing.py", {})
 
 
 def test_an_edit_whose_critic_has_not_learnt_is_refused_before_the_step_is_run():

@@ -104,7 +104,7 @@ def edited_config(config: PpoConfig, file: str, overrides: Mapping[str, Any]) ->
     """
     usual = config.algo
     if file:
-        other = load_config(file, PpoConfig, {})
+        other = load_config(file, PpoConfig, {}, flag="--edit")
         config = replace(config, **{name: getattr(other, name) for name in EDITABLE})
     for key in sorted(overrides, key=lambda key: key.count(".")):
         if key.partition(".")[0] not in EDITABLE:
