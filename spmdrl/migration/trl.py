@@ -47,6 +47,7 @@ SAME = {
     "entropy_coef": "algo.entropy_coef", "entropy_target": "algo.entropy_target",
     "entropy_coef_min": "algo.entropy_coef_min", "entropy_coef_max": "algo.entropy_coef_max",
     "lora_r": "actor.lora.rank", "lora_alpha": "actor.lora.alpha",
+    "use_rslora": "actor.lora.use_rslora", "use_dora": "actor.lora.use_dora",
     "chat_template_kwargs": "data.chat_template_kwargs", "trust_remote_code": "trust_remote_code",
     "save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep",
     "eval_steps": "eval_every",

@@ -178,7 +178,6 @@ def runs(qwen3, folder):
             saved = str(folder / f"{kind}{i}") if i < 2 else None
             calls[world, "same", kind, i] = (same_on, (kind, model, config, saved))
         saved = str(folder / f"{kind}1")
-        saved = str(folder / f"{kind}1")
         for world in (2, 1):  # what two ranks wrote
             calls[world, "resumed", kind] = (resume_on, (kind, model, TRAIN, saved))
     wrong = [(other, TRAIN), (model, CONFIG), (model, replace(TRAIN, lora=LoraConfig(rank=4))),

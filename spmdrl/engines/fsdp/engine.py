@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -55,6 +54,7 @@ from spmdrl.engines.fsdp.sharded_loading import (
 from spmdrl.engines.fsdp.sharding import (
     all_passes,
     clip_gradients,
+    divides_experts,
     gathers_once,
     layers_resharded,
     reshard_root,
@@ -159,7 +159,7 @@ class FsdpEngine:
         self.keeps_gathered = not (config.reshard_after_forward or frozen or self.gathers_once)
         shard(
             self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy,
-            not self.keeps_gathered, divide_experts=config.optim.name == "adamw",
+            not self.keeps_gathered, divides_experts(config),
         )  # fmt: skip
         self.offloaded: AbstractContextManager[Any] = nullcontext()
         if config.activation_offload and not frozen:
@@ -207,6 +207,8 @@ class FsdpEngine:
     def _start_training(self, hidden: Any) -> None:
         """hidden: as hidden_matrices gives it."""
         config = self.config
+        if self.adapters is not None:
+            self.adapters.start(self.module)
         self.optimizer = build_optimizer(self.trained, config.optim, hidden, DTYPES[config.dtype])
         self.average = ema.start(self.trained) if config.ema else {}
 
@@ -448,7 +450,7 @@ class FsdpEngine:
         """Small files beside the shards: what adapters belong to."""
         if self.adapters is None or self.topology.rank != 0:
             return {}
-        return {BASE_FILE: json.dumps(self.adapters.identity(), indent=1).encode()}
+        return {BASE_FILE: self.adapters.note()}
 
     def load(self, folder: Path) -> None:
         if Path(folder, "metadata.json").exists():
