@@ -143,12 +143,10 @@ def expert_parts(
     return {part.name: ExpertPart(base, a, b, scale, transposed, part) for part in mine}
 
 
-def add_deltas(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """Adds scale B A to a stacked weight, in place. It is transposed where its rows are A's."""
-    if weight.shape[1] == b.shape[1] and weight.shape[2] == a.shape[2]:
-        weight.baddbmm_(b, a, alpha=scale)
-    else:
-        weight.baddbmm_(a.mT, b.mT, alpha=scale)
+def add_deltas(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> None:
+    """Adds scale B A to all of a stacked weight, in place."""
+    left, right = (a.mT, b.mT) if transposed else (b, a)
+    weight.baddbmm_(left, right, alpha=scale)
 
 
 # ---- as peft has them

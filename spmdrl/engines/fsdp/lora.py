@@ -129,6 +129,7 @@ class Adapters:
             "alpha": lora.alpha, "use_rslora": lora.use_rslora, "layers": self.layers,
             "target_modules": lora.target_modules, "use_dora": lora.use_dora,
             "target_parameters": lora.target_parameters, "stacks": self.stacks,
+            "transposed": self.transposed,
         }  # fmt: skip
 
 

@@ -165,16 +165,19 @@ def merged_sources(
     dtype, scale = getattr(torch, saved["dtype"]), scale_of(lora_of(saved))
 
     def read(name: str) -> Tensor:
-        weight = read_tensor(name).to(dtype).float()
         layer = name.removesuffix(".weight")
-        if layer + ADAPTER[0] in adapters:
-            a, b = (adapters[layer + part] for part in ADAPTER)
-            lengths = row_norms(weight)
-            weight.addmm_(b, a, alpha=scale)
-            if f"{layer}.{OFFSET}" in adapters:
-                set_lengths(weight, lengths + adapters[f"{layer}.{OFFSET}"])
-        if name + ADAPTER[0] in adapters:
-            add_deltas(weight, *(adapters[name + part] for part in ADAPTER), scale)
+        adapted = layer + ADAPTER[0] in adapters
+        weight = read_tensor(name).to(dtype).to(torch.float32, copy=adapted)
+        if not adapted:
+            return weight
+        a, b = (adapters[layer + part] for part in ADAPTER)
+        if name in saved.get("stacks", []):
+            add_deltas(weight, a, b, scale, saved["transposed"])
+            return weight
+        lengths = row_norms(weight) if f"{layer}.{OFFSET}" in adapters else None
+        weight.addmm_(b, a, alpha=scale)
+        if lengths is not None:
+            set_lengths(weight, lengths + adapters[f"{layer}.{OFFSET}"])
         return weight
 
     for name, shape in shapes.items():
