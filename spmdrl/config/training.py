@@ -50,6 +50,9 @@ class LoraConfig:
     # experts of a layer, each of which is given its own A and B: ("experts.gate_up_proj",
     # "experts.down_proj")
     target_parameters: tuple[str, ...] = ()
+    # of fsdp: W of the layers with an adapter in 4 bits (QLoRA), through bitsandbytes; None: as the
+    # role's dtype says
+    quantization: Literal["nf4"] | None = None
 
 
 @dataclass(frozen=True)

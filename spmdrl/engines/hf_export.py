@@ -120,8 +120,8 @@ def export_adapter(checkpoint: Path, out: Path, base: str, ema: bool = False) ->
         raise ConfigError(f"--adapter: {checkpoint} holds a whole model, no adapters")
     read = reader_of(Path(checkpoint, "actor"), ema)
     tensors = with_magnitudes(adapter_tensors(read, saved), saved, base)
-    stacks = saved.get("stacks", [])
-    write_adapter(out, tensors, lora_of(saved), saved["layers"], stacks, base or saved["model"])
+    named, stacks = base or saved["model"], saved.get("stacks", [])
+    write_adapter(out, tensors, lora_of(saved), saved["layers"], named, stacks)
 
 
 # ---- what is read

@@ -1,5 +1,5 @@
-"""DoRA, and adapters on the experts of a mixture: as peft computes them, the same on every number of
-ranks, resumed, exported, and merged into vLLM.
+"""DoRA, adapters on the experts of a mixture, and a base in 4 bits: as peft computes them, the same
+on every number of ranks, resumed, exported, and merged into vLLM.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ DORA = LoraConfig(rank=5, alpha=7, use_rslora=True, use_dora=True)
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
 EXPERTS = LoraConfig(rank=8, alpha=7, target_modules=("o_proj",), target_parameters=STACKS)
 LORA = {"dora": DORA, "experts": EXPERTS}
+if find_spec("bitsandbytes") is not None:
+    LORA["nf4"] = LoraConfig(rank=4, quantization="nf4")
 # parameters that are trained: 7 layers' A, B and magnitudes; of 8 experts A and B, and o_proj's
 COUNTS = {
     "dora": 2 * (5 * (64 + 128 + 2 * (64 + 64) + 128 + 64 + 3 * (64 + 128)) + 3 * 64 + 128 + 2 * 128
                  + 64),
     "experts": 2 * (8 * 8 * (64 + 64 + 32 + 64) + 8 * (128 + 64)),
+    "nf4": 2 * 4 * (64 + 128 + 2 * (64 + 64) + 128 + 64 + 3 * (64 + 128)),
 }  # fmt: skip
 
 
@@ -60,6 +64,12 @@ def pushed_on(topology: Any, model: str, config: TrainConfig) -> list[float]:
     return found
 
 
+def started_on(topology: Any, model: str, config: TrainConfig) -> dict[str, Tensor]:
+    """The weights of an engine that has not learnt anything."""
+    engine, _ = trained(topology, "policy", model, config, updates=0)
+    return {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("variants")
@@ -67,7 +77,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(qwen3: Path, folder: Path) -> dict[str, str]:
-    return {"dora": str(qwen3), "experts": str(save_qwen3_moe(folder / "mixture"))}
+    mixture = str(save_qwen3_moe(folder / "mixture"))
+    return {"dora": str(qwen3), "experts": mixture, "nf4": str(qwen3)}
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +90,9 @@ def runs(models: dict[str, str], folder: Path) -> dict[Any, Any]:
         pushes = LORA.items() if world == 2 else ()
         for case, lora in pushes:  # first: the ranks find all functions where the first one is
             calls[world, "pushed", case] = (pushed_on, (models[case], replace(TRAIN, lora=lora)))
+        if world == 2 and "nf4" in LORA:
+            config = replace(TRAIN, lora=LORA["nf4"])
+            calls[world, "started"] = (started_on, (models["nf4"], config))
         for case, lora in LORA.items():
             config, saved = replace(TRAIN, lora=lora), str(folder / case)
             own = (models[case], config)
@@ -158,12 +172,14 @@ def test_a_checkpoint_is_exported_merged_and_for_peft(
         for own, part in in_parts(parts, name, shape, lambda whole=tensor: whole).read():
             torch.testing.assert_close(part, want[own], rtol=0, atol=1e-6)
     files = with_magnitudes(tensors, saved, "")
-    write_adapter(tmp_path, files, lora_of(saved), saved["layers"], saved["stacks"], models[case])
+    write_adapter(tmp_path, files, lora_of(saved), saved["layers"], models[case], saved["stacks"])
     base = AutoModelForCausalLM.from_pretrained(models[case], dtype=torch.float32)
     ids = torch.randint(4, 60, (3, 13))
     whole = AutoModelForCausalLM.from_pretrained(models[case], dtype=torch.float32)
     whole.load_state_dict(merged, strict=False)
     start, wanted = base(ids).logits, whole(ids).logits
+    if case == "nf4":  # the adapter belongs to the base as it was rounded
+        round_layers(base, saved["layers"])
     got = PeftModel.from_pretrained(base, tmp_path).eval()(ids).logits
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
     assert (got - start).abs().max() > 1e-3
@@ -184,8 +200,75 @@ def test_a_checkpoint_of_another_kind_of_adapter_is_refused(runs: Any, folder: P
         lora = replace(LORA[case], **changes)
         stacks = saved["stacks"] if lora.target_parameters else []
         print_ = saved["fingerprint"]
-        mine = Adapters(lora, saved["model"], "float32", saved["layers"], stacks, False, print_)
+        mine = Adapters(lora, saved["model"], "float32", saved["layers"], stacks, False, {}, print_)
         assert said in str(difference(mine, folder / case))
+
+
+# ---- a base in 4 bits
+
+
+def round_layers(hf: Any, layers: list[str]) -> None:
+    """Rounds weights of a model to NF4 by bitsandbytes alone."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for name in layers:
+        weight = hf.get_parameter(f"{name}.weight").data
+        weight.copy_(dequantize_4bit(*quantize_4bit(
+            weight, blocksize=64, quant_type="nf4", compress_statistics=True
+        )))  # fmt: skip
+
+
+def test_a_quantised_layer_computes_with_the_nearest_values_and_is_a_quarter_as_large() -> None:
+    """Of a weight's block of 64: 16 values times its largest magnitude, whose 8 bits are exact to
+    1 per cent.
+    """
+    pytest.importorskip("bitsandbytes")
+    from spmdrl.engines.fsdp.quantized_base import BYTES, Nf4Linear
+
+    values = torch.tensor([
+        -1.0, -0.6961928, -0.52507305, -0.39491748, -0.28444138, -0.18477343, -0.09105003, 0.0,
+        0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+    ])  # fmt: skip
+    torch.manual_seed(0)
+    linear = nn.Linear(192, 512)
+    layer = Nf4Linear(linear, torch.float32)
+    layer.set_weight(linear.weight.detach())
+    blocks = linear.weight.detach().view(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    nearest = values[(blocks[..., None] / largest[..., None] - values).abs().argmin(-1)] * largest
+    got = layer.weight.view(-1, 64)
+    assert (got - nearest).abs().div(largest).max() < 0.01
+    assert (got - blocks).abs().div(largest).max() < 0.16  # the widest gap is 0.30
+    x = torch.randn(5, 192, requires_grad=True)
+    out = layer(x)
+    wanted = nn.functional.linear(x, layer.weight, linear.bias)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-6)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    (other,) = torch.autograd.grad(wanted.square().sum(), x)
+    torch.testing.assert_close(gradient, other, rtol=0, atol=1e-5)
+    held = sum(part.nbytes for part in layer.codes_of())
+    assert held == pytest.approx(linear.weight.numel() * BYTES, rel=1e-3) and 2 / BYTES > 3.8
+    assert [*layer.state_dict()] == ["bias"]
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_without_its_adapter_the_model_is_the_rounded_base(
+    runs: Any, models: dict[str, str]
+) -> None:
+    """And the weights that were not quantised are the base's, bit by bit."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM
+
+    start = runs[2, "started"][0]
+    hf = AutoModelForCausalLM.from_pretrained(models["nf4"], dtype=torch.float32)
+    layers = [n.removesuffix(".weight") for n in start if ".layers." in n and start[n].ndim == 2]
+    assert len(layers) == 14
+    before = {n: p.clone() for n, p in hf.named_parameters()}
+    round_layers(hf, layers)
+    for name, tensor in hf.named_parameters():
+        assert torch.equal(start[name], tensor.data), name
+        assert torch.equal(tensor, before[name]) == (name.removesuffix(".weight") not in layers)
 
 
 # ---- against peft
@@ -207,7 +290,7 @@ def adapted(model: str, lora: LoraConfig, dtype: str = "float32") -> tuple[Any, 
     hf.set_attn_implementation("eager")
     config = TrainConfig(dtype=dtype, lora=lora)
     adapters = add_adapters(hf, model, config, {}, full=True, fast_cpu=False)
-    adapters.start(Engine(hf))
+    adapters.start(Engine(hf), None)  # nothing is quantised
     return hf.eval(), adapters
 
 
@@ -341,7 +424,11 @@ def test_what_others_cannot_do_is_refused(models: dict[str, str]) -> None:
         ("experts", apart, "fsdp", "this one has experts"),
         ("dora", WeightsConfig(), "megatron", "use_dora with engine megatron"),
         ("experts", WeightsConfig(), "megatron", "target_parameters with engine megatron"),
+        ("nf4", apart, "fsdp", "a base that is rounded to 4 bits"),
+        ("nf4", WeightsConfig(), "megatron", "holds its weights in floating point"),
     ):
+        if case not in LORA:
+            continue
         role = TrainConfig(engine=engine, lora=LORA[case], dtype="float32")
         with pytest.raises(ConfigError, match=said):
             check(ppo_config(models[case], actor=role, weights=weights), 1)
@@ -362,3 +449,47 @@ def test_dora_of_another_adapter_is_said(models: dict[str, str], tmp_path: Path)
     assert not settings["use_dora"]
     with pytest.raises(ConfigError, match="use_dora False, not True: set actor.lora.use_dora=Fal"):
         check(ppo_config(models["dora"], actor=TrainConfig(lora=lora)), 1)
+
+
+NF4_CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("nf4", {"target_modules": ("q_proj",)}, {}, "use target_modules='all-linear'"),
+    ("nf4", {"use_dora": True}, {}, "leave use_dora out"),
+    ("experts", {}, {}, "a mixture's experts"),
+    ("nf4", {}, {"compile": True}, "torch.compile was not tried"),
+    ("nf4", {}, {"offload_policy": True}, "stays on the device"),
+]
+
+
+@pytest.mark.parametrize(("model", "lora", "role", "said"), NF4_CASES)
+def test_what_a_base_in_4_bits_cannot_be_is_refused(
+    models: dict[str, str], model: str, lora: dict[str, Any], role: dict[str, Any], said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from plan_configs import ppo_config
+
+    from spmdrl.engines.fsdp import quantized_base
+    from spmdrl.training.checks.rl import check
+
+    found = {"there": True}
+    monkeypatch.setattr(quantized_base, "find_spec", lambda name: found["there"] or None)
+    actor = TrainConfig(lora=LoraConfig(quantization="nf4", **lora), **role)
+    with pytest.raises(ConfigError, match=said):
+        check(ppo_config(models[model], actor=actor), 1)
+    found["there"] = False
+    with pytest.raises(ConfigError, match="is not installed: pip install"):
+        check(ppo_config(models[model], actor=actor), 1)
+
+
+def test_the_plan_counts_a_quantised_base_on_each_rank(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spmdrl.training.checks.memory import memory_of
+
+    plain = memory_of("actor", TrainConfig(lora=LoraConfig(rank=4)), models["nf4"], 2)
+    four = memory_of("actor", TrainConfig(lora=LoraConfig(rank=4, quantization="nf4")),
+                     models["nf4"], 2)  # fmt: skip
+    layers = 2 * (64 * 128 * 2 + 2 * 64 * 64 + 3 * 64 * 128)
+    bytes_of = 0.5 + 1 / 64 + 4 / (64 * 256)
+    saved = layers * (2 / 2 - bytes_of) / 2**30  # bfloat16 is shared by two ranks
+    assert plain.weights - four.weights == pytest.approx(saved)
+    assert plain.trainable == four.trainable == COUNTS["nf4"]

@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig
 
 from spmdrl.cli.hub_names import model_name, name_of
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
+from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.compat import taken_for_experts, turn_adapter
 from spmdrl.engines.fsdp.dora import MAGNITUDE, OFFSET, Magnitudes, add_offsets, subtract_norms
 from spmdrl.engines.fsdp.expert_adapters import (
@@ -40,9 +41,16 @@ from spmdrl.engines.fsdp.expert_adapters import (
     target_stacks,
 )
 from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent
+from spmdrl.engines.fsdp.quantized_base import (
+    Nf4Linear,
+    QuantizedLowRank,
+    check_quantization,
+    quantize_layers,
+    send_codes,
+)
 from spmdrl.hub.hf_folder import meta_model, sees_images, towers
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
-from spmdrl.weights.shards import Derived, LowRank, Shards, shards_by_part, shards_of
+from spmdrl.weights.shards import Derived, LowRank, Shards, TensorSource, shards_by_part, shards_of
 
 PEFT_PREFIX = "base_model.model."
 IN_LAYER = ("lora_A.default.weight", "lora_B.default.weight")  # peft's names of A and B
@@ -58,6 +66,7 @@ class Adapters:
     layers: list[str]  # names of the layers that have one
     stacks: list[str]  # names of the stacked weights of experts that have one
     transposed: bool  # these are (experts, in, out)
+    quantized: dict[str, Nf4Linear]  # the base of each layer, where it is in 4 bits
     fingerprint: str | None  # of the base's weights; known on the topology's first rank
 
     def named_shards(
@@ -65,11 +74,14 @@ class Adapters:
     ) -> dict[str, Shards]:
         """weights: the parameters by their names in the model; else as TrainEngine says."""
         base = {n.replace(".base_layer.", "."): p for n, p in weights.items() if ".lora_" not in n}
-        scale, made_of = scale_of(self.config), {}
+        scale = scale_of(self.config)
+        made_of: dict[str, TensorSource] = {}
         for layer in self.layers:
             a, b = (weights[f"{layer}.{name}"] for name in IN_LAYER)
             offset = weights.get(f"{layer}.{OFFSET}")
-            if merged:
+            if merged and layer in self.quantized:
+                made_of[f"{layer}.weight"] = QuantizedLowRank(self.quantized[layer], a, b, scale)
+            elif merged:
                 weight = base.pop(f"{layer}.weight")
                 name = checkpoint_name(f"{layer}.weight", weight.shape, parts)
                 assert name is not None  # add_adapters
@@ -110,8 +122,10 @@ class Adapters:
         for name, value in initial_adapters(hf, self.config, self.layers, self.stacks):
             yield f"hf.{name}", value
 
-    def start(self, module: nn.Module) -> None:
-        """Ends what `initial` began, when the base has its weights."""
+    def start(self, module: nn.Module, topology: Topology) -> None:
+        """Ends what `initial` and `read_quantized` began, when the base has its weights. Collective
+        over the topology."""
+        send_codes(self.quantized, topology)
         if self.config.use_dora and self.config.adapter:
             named = {n.removeprefix("hf."): p for n, p in module.named_parameters()}
             subtract_norms(named, self.layers)
@@ -129,7 +143,7 @@ class Adapters:
             "alpha": lora.alpha, "use_rslora": lora.use_rslora, "layers": self.layers,
             "target_modules": lora.target_modules, "use_dora": lora.use_dora,
             "target_parameters": lora.target_parameters, "stacks": self.stacks,
-            "transposed": self.transposed,
+            "transposed": self.transposed, "quantization": lora.quantization,
         }  # fmt: skip
 
 
@@ -174,8 +188,11 @@ def add_adapters(
             parameter.data = parameter.data.to(dtype)
     if full:
         fill_adapters(hf, lora, layers, stacks)
+    quantized: dict[str, Nf4Linear] = {}
+    if lora.quantization is not None:
+        quantized = quantize_layers(hf, layers, dtype)
     transposed = any(hf.get_submodule(n.rpartition(".")[0]).is_transposed for n in stacks)
-    return Adapters(lora, model, config.dtype, layers, stacks, transposed, known)
+    return Adapters(lora, model, config.dtype, layers, stacks, transposed, quantized, known)
 
 
 def adapt_layers(hf: Any, layers: Sequence[str], config: Any) -> None:
@@ -370,6 +387,7 @@ def check_lora(name: str, role: TrainConfig, config: PreTrainedConfig) -> None:
     for field in ("rank", "alpha"):
         if getattr(lora, field) < 1:
             raise ConfigError(f"{name}.lora.{field}={getattr(lora, field)} must be at least 1")
+    check_quantization(name, role, config)
     shell = meta_model(config)
     layers, stacks = target_layers(shell, lora, role.freeze_vision), target_stacks(shell, lora)
     if lora.adapter is not None:
@@ -416,6 +434,14 @@ def check_adapter(
             f"model asks for {len(wanted)}, of which "
             f"{len(wanted - held)} are not there"
         )
+
+
+def adapted_weights(config: PreTrainedConfig, role: TrainConfig) -> list[int]:
+    """Returns how many weights each linear layer has that is given an adapter."""
+    assert role.lora is not None
+    model: Any = meta_model(config)
+    names = target_layers(model, role.lora, role.freeze_vision)
+    return [model.get_submodule(name).weight.numel() for name in names]
 
 
 def adapter_count(config: PreTrainedConfig, role: TrainConfig) -> int:

@@ -26,7 +26,9 @@ from spmdrl.engines.fsdp.lora import (
     scale_of,
 )
 from spmdrl.engines.fsdp.model import build_model
-from spmdrl.engines.fsdp.weight_files import open_weights
+from spmdrl.engines.fsdp.quantized_base import read_quantized, rounded
+from spmdrl.engines.fsdp.sharded_loading import fingerprint_of, read_shards
+from spmdrl.engines.fsdp.weight_files import WeightFiles, open_weights
 from spmdrl.hub.download import local_model
 from spmdrl.hub.hf_folder import auto_class, keep_tower, load_hf_config
 from spmdrl.weights.buffers import kept_tensors, persistent_buffers
@@ -73,8 +75,8 @@ def difference(adapters: Adapters | None, folder: Path) -> str | None:
             f"{saved['fingerprint'][:12]}); this run's base {mine['model']} has other weights "
             f"({mine['fingerprint'][:12]}): set model to the former"
         )
-    for key in ("rank", "alpha", "use_rslora", "use_dora"):
-        before = saved.get(key, False)
+    for key in ("rank", "alpha", "use_rslora", "use_dora", "quantization"):
+        before = saved.get(key, False if key == "use_dora" else None)
         if before != mine[key]:
             return f"{folder} was written with lora.{key}={before}, this run has {mine[key]}"
     if saved["layers"] != mine["layers"]:
@@ -98,7 +100,21 @@ def lora_of(saved: Mapping[str, Any]) -> LoraConfig:
         saved["rank"], saved["alpha"], targets, saved["use_rslora"],
         use_dora=saved.get("use_dora", False),
         target_parameters=tuple(saved.get("target_parameters", ())),
+        quantization=saved.get("quantization"),
     )  # fmt: skip
+
+
+def fill_module(
+    module: Any, files: WeightFiles | None, adapters: Adapters | None, topology: Topology
+) -> None:  # fmt: skip
+    """Reads this rank's shards of an engine's module; without files they are 0 but for new
+    adapters. Collective over the topology.
+    """
+    new = adapters.initial(module.hf) if adapters is not None else iter(())
+    sums = read_shards(module, files, new, topology, checksums=adapters is not None)
+    if adapters is not None and files is not None:
+        sums |= read_quantized(adapters.quantized, files, topology)
+        adapters.fingerprint = fingerprint_of(files, sums, topology)
 
 
 def adapter_tensors(
@@ -163,6 +179,7 @@ def merged_sources(
     """
     shapes, buffers, read_tensor = tensors_of(base_folder(saved, base))
     dtype, scale = getattr(torch, saved["dtype"]), scale_of(lora_of(saved))
+    quantized = saved.get("quantization") is not None
 
     def read(name: str) -> Tensor:
         layer = name.removesuffix(".weight")
@@ -170,6 +187,8 @@ def merged_sources(
         weight = read_tensor(name).to(dtype).to(torch.float32, copy=adapted)
         if not adapted:
             return weight
+        if quantized:
+            weight = rounded(weight.to(dtype)).float()
         a, b = (adapters[layer + part] for part in ADAPTER)
         if name in saved.get("stacks", []):
             add_deltas(weight, a, b, scale, saved["transposed"])
@@ -219,12 +238,12 @@ def save_adapter(
     kept = {name: tensor.cpu().clone() for name, tensor in tensors if first}
     if first:
         own = adapters
-        write_adapter(folder, kept, own.config, own.layers, own.stacks, own.model)
+        write_adapter(folder, kept, own.config, own.layers, own.model, own.stacks)
 
 
 def write_adapter(
     folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, layers: Sequence[str],
-    stacks: Sequence[str], model: str,
+    model: str, stacks: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """adapter_config.json and adapter_model.safetensors; peft.PeftModel.from_pretrained reads it.
 

@@ -207,6 +207,11 @@ def check_adaptable(
             "tensor-parallel ranks, which engine fsdp alone does without: use engine fsdp, or leave "
             "use_dora out"
         )
+    if lora.quantization is not None:
+        raise ConfigError(
+            f"lora.quantization={lora.quantization!r}: engine megatron holds its weights in "
+            "floating point: use engine fsdp"
+        )
     if lora.target_parameters:
         raise ConfigError(
             "lora.target_parameters with engine megatron: its experts' matrices are given no "
@@ -260,7 +265,7 @@ def add_adapters(
         for adapters in adapters_of([chunk]):
             fill_pairs(adapters.pairs, lora, given)
     known = fingerprint(kind, model, topology) if load_weights else None
-    return Adapters(lora, model, config.dtype, layers, [], False, known)
+    return Adapters(lora, model, config.dtype, layers, [], False, {}, known)
 
 
 def adapt(chunk: Any, hf_config: PreTrainedConfig, lora: LoraConfig, layers: set[str]) -> None:

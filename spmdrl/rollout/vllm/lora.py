@@ -44,6 +44,11 @@ def check_adapter(lora: LoraConfig, config: RolloutConfig, hf: Any) -> None:
             f"{asked}: vLLM's layers have no memory for the magnitudes of actor.lora.use_dora; "
             f"{remedy}"
         )
+    if lora.quantization is not None:
+        raise ConfigError(
+            f"{asked} with actor.lora.quantization={lora.quantization!r}: vLLM would be sent a base "
+            f"that is rounded to 4 bits, in {config.dtype}; {remedy}"
+        )
     if config.speculative:
         raise ConfigError(f"{asked} was not tried with rollout.speculative; {remedy}")
     untried = untried_layers(hf)
