@@ -168,7 +168,7 @@ def test_more_than_plain_lora_is_refused(qwen3, adapter, tmp_path):
     for file in adapter[0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
-    for changes in ({"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"v_proj": 2}}):
+    for changes in ({"lora_bias": True}, {"bias": "all"}, {"rank_pattern": {"v_proj": 2}}):
         (tmp_path / "adapter_config.json").write_text(json.dumps(settings | changes))
         with pytest.raises(ConfigError, match="more than plain LoRA"):
             check(ppo_config(qwen3, actor=given(adapter, adapter=str(tmp_path))), 1)

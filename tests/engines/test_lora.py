@@ -19,7 +19,7 @@ LORA = LoraConfig(
 )  # an odd rank, and a scale that is no power of 2
 TRAIN = replace(CONFIG, lora=LORA, optim=OptimConfig(lr=3e-3, weight_decay=0.0))
 TARGETS = ("k_proj", "up_proj", "down_proj", "layers.1.self_attn.o_proj")
-# weights.lora, rollout.tensor_parallel, rollout.dtype, targets, weights.bucket_mib
+# weights.lora, rollout.tensor_parallel, rollout.dtype, targets, weights.bucket_mib; merged: DoRA's
 PUSHES = {
     "merge": ("merge", 1, "float32", ("q_proj", "down_proj"), 0),
     "adapter": ("adapter", 2, "float32", TARGETS, 512),
@@ -50,7 +50,7 @@ def push_on(topology, model, case):
     from spmdrl.training.weight_sync import WeightSync
 
     mode, tp, dtype, targets, bucket = PUSHES[case]
-    lora = replace(LORA, target_modules=targets)
+    lora = replace(LORA, target_modules=targets, use_dora=mode == "merge")
     actor, _ = trained(topology, "policy", model, replace(TRAIN, lora=lora))
     settings = RolloutConfig(kv_cache_mib=16, tensor_parallel=tp, dtype=dtype)
     ranks = Topology.build(topology.device, dp=-1, tp=tp)

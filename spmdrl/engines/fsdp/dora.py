@@ -12,7 +12,7 @@ offset by as much of itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def add_dora(layer: Any, x: Tensor, result: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def subtract_norms(parameters: dict[str, Tensor], layers: Iterable[str]) -> None:
+def subtract_norms(parameters: Mapping[str, Tensor], layers: Iterable[str]) -> None:
     """Makes offsets of magnitudes, in place, of this rank's rows. parameters: of hf, by name."""
     for layer in layers:
         offset, weight = parameters[f"{layer}.{OFFSET}"], parameters[f"{layer}.base_layer.weight"]

@@ -60,8 +60,8 @@ def target_stacks(hf: nn.Module, lora: LoraConfig) -> list[str]:
             f"lora.rank={lora.rank} with lora.target_parameters: grouped products of experts on "
             f"GPUs need a multiple of {RANK_MULTIPLE}"
         )
-    ends = tuple(f".{target}" for target in lora.target_parameters)
-    return [name for name in names if name.endswith(ends)] if ends else []
+    targets = tuple(f".{target}" for target in lora.target_parameters)
+    return [name for name in names if name.endswith(targets)] if targets else []
 
 
 def factor_names(name: str) -> tuple[str, str]:
@@ -185,7 +185,10 @@ def given_factors(
     """
     for name, layer in peft_layers(names).items():
         a, b = (given[prefix + layer + part] for part in ADAPTER)
-        yield name, (
-            a.unflatten(0, (-1, rank)),
-            b.unflatten(1, (rank, -1)).permute(2, 0, 1).contiguous(),
+        yield (
+            name,
+            (
+                a.unflatten(0, (-1, rank)),
+                b.unflatten(1, (rank, -1)).permute(2, 0, 1).contiguous(),
+            ),
         )

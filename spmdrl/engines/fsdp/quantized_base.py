@@ -38,6 +38,13 @@ BYTES = 0.5 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)  # of a weight
 class Nf4Linear(nn.Module):
     """A linear layer whose weight is held in NF4. It has no gradient."""
 
+    codes: Tensor
+    scales: Tensor
+    scale_scales: Tensor
+    scale_offset: Tensor
+    values: Tensor
+    scale_values: Tensor
+
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         """linear: whose weight may be on "meta". dtype: that the weight is dequantised to."""
         super().__init__()

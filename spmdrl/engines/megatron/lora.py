@@ -203,8 +203,8 @@ def check_adaptable(
     """Raises ConfigError where a layer to be adapted is no linear layer of megatron-core."""
     if lora.use_dora:
         raise ConfigError(
-            "lora.use_dora with engine megatron: the rows of W + scale B A would be measured over "
-            "tensor-parallel ranks, which engine fsdp alone does without: use engine fsdp, or leave "
+            "lora.use_dora with engine megatron: a row of W + scale B A lies on several "
+            "tensor-parallel ranks, which do not measure it together: use engine fsdp, or leave "
             "use_dora out"
         )
     if lora.quantization is not None:

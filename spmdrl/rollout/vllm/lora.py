@@ -46,8 +46,8 @@ def check_adapter(lora: LoraConfig, config: RolloutConfig, hf: Any) -> None:
         )
     if lora.quantization is not None:
         raise ConfigError(
-            f"{asked} with actor.lora.quantization={lora.quantization!r}: vLLM would be sent a base "
-            f"that is rounded to 4 bits, in {config.dtype}; {remedy}"
+            f"{asked} with actor.lora.quantization={lora.quantization!r}: vLLM would be sent a "
+            f"base that is rounded to 4 bits, in {config.dtype}; {remedy}"
         )
     if config.speculative:
         raise ConfigError(f"{asked} was not tried with rollout.speculative; {remedy}")
