@@ -117,6 +117,8 @@ def settings_of_python(text: str) -> Mapping[str, Any] | None:
             settings |= {k: v for k, v in given.items() if k not in ("args", "peft_config")}
         elif called(node) == "LoraConfig":
             settings |= {"lora_r": given.get("r", 8), "lora_alpha": given.get("lora_alpha", 8)}
+            kinds = ("use_rslora", "use_dora")
+            settings |= {name: given[name] for name in kinds if name in given}
     loads = [node for node in calls if called(node) == "load_dataset"]
     return settings | datasets_of(tree, loads, roles, defaults)
 

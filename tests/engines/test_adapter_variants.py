@@ -95,6 +95,8 @@ def runs(models: dict[str, str], folder: Path) -> dict[Any, Any]:
             calls[world, "started"] = (started_on, own)
         for case, lora in LORA.items():
             config, saved = replace(TRAIN, lora=lora), str(folder / case)
+            if world == 2:
+                config = replace(config, activation_checkpointing=True, micro_batch_tokens=41)
             own = (models[case], config)
             calls[world, "same", case] = (same_on, ("policy", *own, saved if world == 2 else None))
             calls[world, "resumed", case] = (resume_on, ("policy", *own, saved))

@@ -58,9 +58,8 @@ def add_dora(layer: Any, x: Tensor, result: Tensor) -> Tensor:
 def subtract_norms(parameters: Mapping[str, Tensor], layers: Iterable[str]) -> None:
     """Makes offsets of magnitudes, in place, of this rank's rows. parameters: of hf, by name."""
     for layer in layers:
-        offset, weight = parameters[f"{layer}.{OFFSET}"], parameters[f"{layer}.base_layer.weight"]
-        assert (held_box(offset) or ())[:1] == (held_box(weight) or ())[:1], layer
-        local(offset).sub_(row_norms(local(weight)))
+        weight = parameters[f"{layer}.base_layer.weight"]
+        local(parameters[f"{layer}.{OFFSET}"]).sub_(row_norms(local(weight)))
 
 
 class Magnitudes:

@@ -112,9 +112,8 @@ class ExpertPart:
         self.held, self.common = held, common
         self.shape = part.shape
         self.boxes = () if common is None else (part.inside(common),)
-        if held is not None:
-            assert held[1:] == whole(tuple(base.shape[1:])), "experts are whole"
-            assert all((held_box(t) or ())[:1] == held[:1] for t in (a, b)), (held, a.shape)
+        whole_experts = held is None or held[1:] == whole(tuple(base.shape[1:]))
+        assert whole_experts, "a rank has rows of an expert: see divides_experts"
 
     @property
     def device(self) -> torch.device:

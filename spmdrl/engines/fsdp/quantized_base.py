@@ -11,8 +11,10 @@ reads and quantises a layer at a time, and sends its codes.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.distributed.env import show_package
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.experts import expert_modules
 from spmdrl.engines.fsdp.sharded_loading import RowsChecksum, checksum
@@ -33,6 +36,13 @@ from spmdrl.weights.shards import held_box, local
 
 BLOCK, SCALE_BLOCK = 64, 256  # weights with one scale, scales with one scale
 BYTES = 0.5 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)  # of a weight
+
+
+@cache
+def bitsandbytes() -> Any:
+    """Returns its functions; before_torch has hidden it."""
+    show_package("bitsandbytes.functional")
+    return importlib.import_module("bitsandbytes.functional")
 
 
 class Nf4Linear(nn.Module):
@@ -65,18 +75,17 @@ class Nf4Linear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight, dequantised: (out, in)."""
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-
-        scales = QuantState(
+        library = bitsandbytes()
+        scales = library.QuantState(
             absmax=self.scale_scales, blocksize=SCALE_BLOCK, code=self.scale_values,
             dtype=torch.float32,
         )  # fmt: skip
-        state = QuantState(
+        state = library.QuantState(
             absmax=self.scales, shape=torch.Size((self.out_features, self.in_features)),
             code=self.values, blocksize=BLOCK, quant_type="nf4", dtype=self.dtype,
             offset=self.scale_offset[0], state2=scales,
         )  # fmt: skip
-        return dequantize_4bit(self.codes[:, None], state)
+        return library.dequantize_4bit(self.codes[:, None], state)
 
     def set_weight(self, weight: Tensor) -> None:
         """Quantises a weight of the role's dtype. weight: (out, in), where the buffers are."""
@@ -105,9 +114,7 @@ class _Product(torch.autograd.Function):
 
 def quantized(weight: Tensor) -> dict[str, Tensor]:
     """Returns what Nf4Linear holds of a weight."""
-    from bitsandbytes.functional import quantize_4bit
-
-    codes, state = quantize_4bit(
+    codes, state = bitsandbytes().quantize_4bit(
         weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
     return {
@@ -204,6 +211,7 @@ def check_quantization(name: str, role: TrainConfig, config: PreTrainedConfig) -
     lora = role.lora
     if lora is None or lora.quantization is None:
         return
+    show_package("bitsandbytes.functional")
     asked = f"{name}.lora.quantization={lora.quantization!r}"
     reasons = {
         "bitsandbytes, which quantises, is not installed: pip install 'spmdrl[qlora]'": (
