@@ -380,6 +380,10 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.notes["lora_target_modules"] = (
             "write actor.lora.target_modules; ours are all linear layers"
         )
+    if s.get("load_in_4bit"):
+        t.set("actor.lora.quantization", "nf4", "load_in_4bit")
+    if s.get("lora_target_parameters"):
+        t.set("actor.lora.target_parameters", tuple(s["lora_target_parameters"]))
     if s.get("use_peft") and "lora_r" not in s:
         t.set("actor.lora.rank", 16, "use_peft")
     return [
@@ -392,6 +396,8 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
         "run_name",
         "use_liger_kernel",
         "lora_target_modules",
+        "lora_target_parameters",
+        "load_in_4bit",
         "lora_dropout",
         "lora_task_type",
     ]

@@ -35,13 +35,16 @@ from spmdrl.weights.boxes import Box
 from spmdrl.weights.shards import held_box, local
 
 BLOCK, SCALE_BLOCK = 64, 256  # weights with one scale, scales with one scale
+MISSING = "bitsandbytes, which is not installed: pip install 'spmdrl[qlora]'"
 BYTES = 0.5 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)  # of a weight
 
 
 @cache
 def bitsandbytes() -> Any:
-    """Returns its functions; before_torch has hidden it."""
+    """Returns its functions; before_torch has hidden it. Raises ConfigError where it is missing."""
     show_package("bitsandbytes.functional")
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(f"a base in 4 bits needs {MISSING}")
     return importlib.import_module("bitsandbytes.functional")
 
 
@@ -214,9 +217,7 @@ def check_quantization(name: str, role: TrainConfig, config: PreTrainedConfig) -
     show_package("bitsandbytes.functional")
     asked = f"{name}.lora.quantization={lora.quantization!r}"
     reasons = {
-        "bitsandbytes, which quantises, is not installed: pip install 'spmdrl[qlora]'": (
-            find_spec("bitsandbytes") is None
-        ),
+        MISSING: find_spec("bitsandbytes") is None,
         "the layers with an adapter are quantised, and other linear layers would stay as they are: "
         "use target_modules='all-linear'": lora.target_modules != "all-linear",
         "a mixture's experts, most of its weights, are no linear layers and would stay as they "
