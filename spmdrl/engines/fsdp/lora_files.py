@@ -161,7 +161,7 @@ def base_folder(saved: Mapping[str, Any], base: str) -> str:
     path = local_model("base" if base else "the base of these adapters", base or saved["model"])
     if not Path(path).is_dir():
         raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
-    if any("language_model" in layer for layer in saved["layers"]):
+    if any("language_model" in name for name in [*saved["layers"], *saved.get("stacks", [])]):
         keep_tower(path)
     shapes, _, read_tensor = tensors_of(path)
     sums = {name: checksum(read_tensor(name)) for name in shapes}
