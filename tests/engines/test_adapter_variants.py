@@ -100,7 +100,7 @@ def runs(models: dict[str, str], folder: Path) -> dict[Any, Any]:
             own = (models[case], config)
             calls[world, "same", case] = (same_on, ("policy", *own, saved if world == 2 else None))
             calls[world, "resumed", case] = (resume_on, ("policy", *own, saved))
-        found |= dict(zip(calls, run_calls(world, calls.values(), timeout_s=230), strict=True))
+        found |= dict(zip(calls, run_calls(world, calls.values(), timeout_s=360), strict=True))
     return found
 
 
