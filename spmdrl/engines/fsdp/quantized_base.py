@@ -216,8 +216,9 @@ def check_quantization(name: str, role: TrainConfig, config: PreTrainedConfig) -
         return
     show_package("bitsandbytes.functional")
     asked = f"{name}.lora.quantization={lora.quantization!r}"
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{asked} needs {MISSING}")
     reasons = {
-        MISSING: find_spec("bitsandbytes") is None,
         "the layers with an adapter are quantised, and other linear layers would stay as they are: "
         "use target_modules='all-linear'": lora.target_modules != "all-linear",
         "a mixture's experts, most of its weights, are no linear layers and would stay as they "
