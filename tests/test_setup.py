@@ -446,10 +446,11 @@ def test_setup_that_was_interrupted_starts_over(tmp_path: Path) -> None:
 
 
 QUIET = """
-from spmdrl.distributed.env import before_torch, show_torchao
+from spmdrl.distributed.env import before_torch, show_package
 before_torch()
 import transformers
-show_torchao()
+show_package("torchao.optim")
+show_package("bitsandbytes.functional")
 from torchao.optim import AdamW8bit
 """
 

@@ -44,6 +44,15 @@ class LoraConfig:
     use_rslora: bool = False  # scale is alpha / sqrt(rank)
     adapter: str | None = None  # folder of a peft adapter to start from, of the same rank and so on
     seed: int = 0  # of A; B starts at 0
+    # of fsdp: DoRA, which also learns the length of each row of W + scale B A. docs/lora.md
+    use_dora: bool = False
+    # of fsdp, of a mixture: the ends of the names of weights in which transformers stacks all
+    # experts of a layer, each of which is given its own A and B: ("experts.gate_up_proj",
+    # "experts.down_proj")
+    target_parameters: tuple[str, ...] = ()
+    # of fsdp: W of the layers with an adapter in 4 bits (QLoRA), through bitsandbytes; None: as the
+    # role's dtype says
+    quantization: Literal["nf4"] | None = None
 
 
 @dataclass(frozen=True)

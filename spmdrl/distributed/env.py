@@ -1,7 +1,8 @@
 """Prepares a program's process before it imports torch and transformers.
 
-torchao has our 8-bit optimizer. transformers and vLLM import it wherever it is installed, for
-quantised models: a second for each rank, and lines about libraries that do not load.
+torchao has our 8-bit optimizer, bitsandbytes quantises the base of adapters. transformers, peft and
+vLLM import them wherever they are installed, for quantised models: a second for each rank, and
+lines about libraries that do not load.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": 
 def before_torch() -> None:
     """Prepares the environment; for programs, before their first import of torch."""
     warn_of_limits()
-    hide_torchao()
+    hide_packages()
     # a rank that ends takes a store along, of which every other's torch shows a C++ stack
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name, value in PRODUCTS_KEPT.items():
@@ -51,20 +52,24 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def hide_torchao() -> None:
-    """It looks as if it were not installed."""
-    MODULES.setdefault("torchao", None)
+def hide_packages() -> None:
+    """They look as if they were not installed."""
+    for name in ("torchao", "bitsandbytes"):
+        MODULES.setdefault(name, None)
 
 
-def show_torchao() -> None:
-    """It is imported, where it is installed, without what it logs: libraries of other GPUs and of
-    other Pythons that it cannot load, and deprecations between it and torch."""
-    if "torchao" in MODULES and MODULES["torchao"] is None:
-        del MODULES["torchao"]
+def show_package(module: str) -> None:
+    """A module of such a package is imported, where it is installed, without what it logs:
+    libraries of other GPUs and of other Pythons that it cannot load, and deprecations between it
+    and torch.
+    """
+    package = module.partition(".")[0]
+    if package in MODULES and MODULES[package] is None:
+        del MODULES[package]
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with suppress(ModuleNotFoundError):
-            importlib.import_module("torchao.optim")
+            importlib.import_module(module)
     finally:
         logging.disable(before)

@@ -27,6 +27,7 @@ from spmdrl.engines.fsdp.lora_files import (
     lora_of,
     merged_sources,
     read_base,
+    with_magnitudes,
     write_adapter,
 )
 from spmdrl.engines.stored_dtype import DTYPES, name_dtype, stored_dtype
@@ -118,8 +119,9 @@ def export_adapter(checkpoint: Path, out: Path, base: str, ema: bool = False) ->
     if saved is None:
         raise ConfigError(f"--adapter: {checkpoint} holds a whole model, no adapters")
     read = reader_of(Path(checkpoint, "actor"), ema)
-    tensors = adapter_tensors(read, saved)
-    write_adapter(out, tensors, lora_of(saved), saved["layers"], base or saved["model"])
+    tensors = with_magnitudes(adapter_tensors(read, saved), saved, base)
+    named, stacks = base or saved["model"], saved.get("stacks", [])
+    write_adapter(out, tensors, lora_of(saved), saved["layers"], named, stacks)
 
 
 # ---- what is read

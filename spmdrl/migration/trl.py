@@ -47,6 +47,7 @@ SAME = {
     "entropy_coef": "algo.entropy_coef", "entropy_target": "algo.entropy_target",
     "entropy_coef_min": "algo.entropy_coef_min", "entropy_coef_max": "algo.entropy_coef_max",
     "lora_r": "actor.lora.rank", "lora_alpha": "actor.lora.alpha",
+    "use_rslora": "actor.lora.use_rslora", "use_dora": "actor.lora.use_dora",
     "chat_template_kwargs": "data.chat_template_kwargs", "trust_remote_code": "trust_remote_code",
     "save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep",
     "eval_steps": "eval_every",
@@ -116,6 +117,8 @@ def settings_of_python(text: str) -> Mapping[str, Any] | None:
             settings |= {k: v for k, v in given.items() if k not in ("args", "peft_config")}
         elif called(node) == "LoraConfig":
             settings |= {"lora_r": given.get("r", 8), "lora_alpha": given.get("lora_alpha", 8)}
+            kinds = ("use_rslora", "use_dora")
+            settings |= {name: given[name] for name in kinds if name in given}
     loads = [node for node in calls if called(node) == "load_dataset"]
     return settings | datasets_of(tree, loads, roles, defaults)
 
@@ -377,6 +380,10 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.notes["lora_target_modules"] = (
             "write actor.lora.target_modules; ours are all linear layers"
         )
+    if s.get("load_in_4bit"):
+        t.set("actor.lora.quantization", "nf4", "load_in_4bit")
+    if s.get("lora_target_parameters"):
+        t.set("actor.lora.target_parameters", tuple(s["lora_target_parameters"]))
     if s.get("use_peft") and "lora_r" not in s:
         t.set("actor.lora.rank", 16, "use_peft")
     return [
@@ -389,6 +396,8 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
         "run_name",
         "use_liger_kernel",
         "lora_target_modules",
+        "lora_target_parameters",
+        "load_in_4bit",
         "lora_dropout",
         "lora_task_type",
     ]

@@ -154,9 +154,12 @@ class TensorSource(Protocol):
 class LowRank:
     """A weight with an adapter, made of DTensors that are split by rows, or of full tensors."""
 
-    def __init__(self, base: Tensor | None, a: Tensor, b: Tensor, scale: float) -> None:
-        """base: (out, in); None: scale B alone is wanted. a: (rank, in), b: (out, rank) float32."""
-        self.base, self.a, self.b, self.scale = base, a, b, scale
+    def __init__(
+        self, base: Tensor | None, a: Tensor, b: Tensor, scale: float, offset: Tensor | None = None
+    ) -> None:
+        """base: (out, in); None: scale B alone is wanted. a: (rank, in), b: (out, rank) float32.
+        offset: (out,) float32, of DoRA: how much longer each row is than in the base."""
+        self.base, self.a, self.b, self.scale, self.offset = base, a, b, scale, offset
         weight = b if base is None else base  # it has the shape and the split of the result
         box = held_box(weight)
         self.shape: tuple[int, ...] = tuple(weight.shape)
@@ -174,6 +177,19 @@ class LowRank:
         a = self.a.full_tensor() if isinstance(self.a, DTensor) else self.a
         for part in to:
             torch.addmm(local(self.base).float(), local(self.b), a, alpha=self.scale, out=part)
+            if self.offset is not None:
+                set_lengths(part, row_norms(local(self.base)) + local(self.offset))
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """(rows, columns) -> (rows,) float32, above 0: a row of zeros is one whatever divides it."""
+    norms = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+    return norms.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def set_lengths(weight: Tensor, lengths: Tensor) -> None:
+    """Gives each row of a float32 matrix this norm, in place; a row of zeros stays one."""
+    weight.mul_((lengths / row_norms(weight))[:, None])
 
 
 class Derived:

@@ -168,7 +168,7 @@ def test_more_than_plain_lora_is_refused(qwen3, adapter, tmp_path):
     for file in adapter[0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
-    for changes in ({"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"v_proj": 2}}):
+    for changes in ({"lora_bias": True}, {"bias": "all"}, {"rank_pattern": {"v_proj": 2}}):
         (tmp_path / "adapter_config.json").write_text(json.dumps(settings | changes))
         with pytest.raises(ConfigError, match="more than plain LoRA"):
             check(ppo_config(qwen3, actor=given(adapter, adapter=str(tmp_path))), 1)
@@ -206,6 +206,40 @@ def test_peft_reads_what_we_write_and_we_what_peft_writes(qwen3, adapter, tmp_pa
         hf.get_submodule(layer).get_parameter(inner).data.copy_(tensor)
     theirs = PeftModel.from_pretrained(plain, tmp_path).eval()
     torch.testing.assert_close(theirs(ids).logits, hf(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_dora_is_equation_5_of_its_paper():
+    """As a loop over rows in float64; the gradient of m with the norm held constant."""
+    from spmdrl.engines.fsdp.dora import OFFSET, add_offsets
+    from spmdrl.engines.fsdp.lora import IN_LAYER, adapt_layers, peft_config
+    from spmdrl.weights.shards import LowRank
+
+    torch.manual_seed(0)
+    model, x = torch.nn.ModuleDict({"layer": torch.nn.Linear(6, 4)}), torch.randn(5, 6)
+    lora = LoraConfig(rank=2, alpha=3)
+    adapt_layers(model, ["layer"], peft_config(lora, ["layer"], "m"))
+    add_offsets(model, ["layer"])
+    layer = model["layer"]
+    for name in (*IN_LAYER, OFFSET):
+        layer.get_parameter(name).data.normal_(std=0.5)
+    a, b = (layer.get_parameter(name).detach() for name in IN_LAYER)
+    weight, bias = layer.base_layer.weight.detach(), layer.base_layer.bias.detach()
+    offset = layer.get_parameter(OFFSET)
+    slopes = torch.randn(5, 4)
+    got = layer(x)
+    (got * slopes).sum().backward()
+    merged = torch.empty(4, 6)
+    LowRank(weight, a, b, 1.5, offset.detach()).compute([merged])
+    for i in range(4):
+        base = weight[i].double()
+        row = base + 1.5 * sum(b[i, k].double() * a[k].double() for k in range(2))
+        m = base.square().sum().sqrt() + offset[i].double().item()
+        unit = row / row.square().sum().sqrt()
+        outputs = (x.double() * unit).sum(1)
+        torch.testing.assert_close(got[:, i].double(), m * outputs + bias[i], rtol=0, atol=1e-6)
+        torch.testing.assert_close(merged[i].double(), m * unit, rtol=0, atol=1e-6)
+        wanted = (outputs * slopes[:, i].double()).sum()
+        torch.testing.assert_close(offset.grad[i].double(), wanted, rtol=0, atol=1e-5)
 
 
 def test_adapters_start_alike_whatever_the_order(qwen3, tmp_path):

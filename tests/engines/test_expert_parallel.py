@@ -21,6 +21,8 @@ from spmdrl.config import AlgoConfig, ConfigError, LoraConfig, TrainConfig
 WELL_CONDITIONED = replace(CONFIG, optim=replace(CONFIG.optim, eps=1e-6))
 MUON = {"optim": replace(WELL_CONDITIONED.optim, name="muon")}
 LORA = {"lora": LoraConfig(rank=4)}
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
+OF_EXPERTS = {"lora": LoraConfig(rank=8, target_parameters=STACKS)}
 EP2, EP4 = {"expert_parallel": 2}, {"expert_parallel": 4}
 
 # biases and transposed weights; a router with a bias, shared experts, dense layers; a shared expert
@@ -32,6 +34,7 @@ CASES: list[tuple[int, str, str, dict[str, Any]]] = [
     (2, "eight", "value", EP2),
     (2, "eight", "policy", EP2 | MUON | {"micro_batch_tokens": 41}),
     (2, "eight", "policy", EP2 | LORA),
+    (2, "gpt_oss", "policy", EP2 | OF_EXPERTS),
     (2, "eight", "policy", EP2 | {"ulysses": 2, "activation_checkpointing": "selective"}),
     (2, "eight", "policy", EP2 | {"activation_checkpointing": True, "offload_policy": True}),
     (2, "eight", "policy", EP2 | {"offload_params": True, "offload_optimizer": True}),
@@ -44,6 +47,7 @@ CASES: list[tuple[int, str, str, dict[str, Any]]] = [
     (4, "two in one file", "policy", EP2),  # ranks share an expert's rows
     (4, "two", "policy", EP2 | MUON),  # and have whole ones, or none
     (4, "few", "policy", EP4),
+    (4, "two", "policy", EP2 | OF_EXPERTS),
 ]  # fmt: skip
 BFLOAT16 = ("eight", "policy", {"dtype": "bfloat16"})
 WRITERS = {1: {}, 4: EP2}  # by ranks, the options of engines that write a checkpoint

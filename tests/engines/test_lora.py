@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_runs import resume_on, same_on, share_of, trained
 from ranks import run_calls
 from tiny_models import save_qwen3
-from training_batches import CONFIG, whole_batch
+from training_batches import CONFIG
 
 from spmdrl.config import AlgoConfig, ConfigError, LoraConfig, OptimConfig
 
@@ -18,69 +19,11 @@ LORA = LoraConfig(
 )  # an odd rank, and a scale that is no power of 2
 TRAIN = replace(CONFIG, lora=LORA, optim=OptimConfig(lr=3e-3, weight_decay=0.0))
 TARGETS = ("k_proj", "up_proj", "down_proj", "layers.1.self_attn.o_proj")
-# weights.lora, rollout.tensor_parallel, rollout.dtype, targets, weights.bucket_mib
+# weights.lora, rollout.tensor_parallel, rollout.dtype, targets, weights.bucket_mib; merged: DoRA's
 PUSHES = {
     "merge": ("merge", 1, "float32", ("q_proj", "down_proj"), 0),
     "adapter": ("adapter", 2, "float32", TARGETS, 512),
 }
-
-
-def share_of(topology):
-    return whole_batch().select(list(range(topology.rank, 9, topology.world)))
-
-
-def trained(topology, kind, model, config, updates=2):
-    """An engine after some updates, and what they said."""
-    from spmdrl.algo.objectives import policy_objective, value_objective
-    from spmdrl.distributed.topology import Topology, train_degrees
-    from spmdrl.engines.fsdp.engine import FsdpEngine
-
-    ranks = Topology.build(topology.device, **train_degrees(config))
-    engine = FsdpEngine(kind, model, config, ranks)
-    algo = AlgoConfig(entropy_coef=0.01)
-    loss_fn = policy_objective(algo) if kind == "policy" else value_objective(algo)
-    return engine, [engine.update(share_of(topology), loss_fn, 0.8) for _ in range(updates)]
-
-
-def same_on(topology, kind, model, config, folder):
-    """Trains, saves, trains on; what a reader of the base sees; resumes into another engine."""
-    engine, _ = trained(topology, kind, model, config, updates=0)
-    base = frozen_of(engine)
-    batch = share_of(topology)
-    look = engine.logprobs if kind == "policy" else lambda b, _: (engine.values(b),)
-    start = look(batch, 1.0)[0]
-    engine, metrics = trained(topology, kind, model, config)
-    away = {}
-    if kind == "policy":
-        off = engine.base()
-        away["off"] = (off.logprobs(batch, 1.0).logprobs - start).abs().max().item()
-        away["on"] = (engine.logprobs(batch, 1.0).logprobs - start).abs().max().item()
-    away["base"] = all(torch.equal(t, base[n]) for n, t in frozen_of(engine).items())
-    away["trained"] = sum(p.numel() for p in engine.params)
-    if folder is not None:
-        engine.save(Path(folder))
-    more = go_on(engine, topology, kind)
-    weights = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 12)}
-    return metrics, more, weights, away
-
-
-def go_on(engine, topology, kind):
-    from spmdrl.algo.objectives import policy_objective, value_objective
-
-    algo = AlgoConfig(entropy_coef=0.01)
-    loss_fn = policy_objective(algo) if kind == "policy" else value_objective(algo)
-    return engine.update(share_of(topology), loss_fn, 0.8)
-
-
-def frozen_of(engine):
-    parameters = engine.module.named_parameters()
-    return {n: p.to_local().clone() for n, p in parameters if not p.requires_grad}
-
-
-def resume_on(topology, kind, model, config, folder):
-    engine, _ = trained(topology, kind, model, config, updates=0)
-    engine.load(Path(folder))
-    return go_on(engine, topology, kind), dict(engine.named_weights(torch.float32, 1 << 20))
 
 
 def refused_on(topology, folder, cases):
@@ -107,7 +50,7 @@ def push_on(topology, model, case):
     from spmdrl.training.weight_sync import WeightSync
 
     mode, tp, dtype, targets, bucket = PUSHES[case]
-    lora = replace(LORA, target_modules=targets)
+    lora = replace(LORA, target_modules=targets, use_dora=mode == "merge")
     actor, _ = trained(topology, "policy", model, replace(TRAIN, lora=lora))
     settings = RolloutConfig(kv_cache_mib=16, tensor_parallel=tp, dtype=dtype)
     ranks = Topology.build(topology.device, dp=-1, tp=tp)
@@ -177,7 +120,6 @@ def runs(qwen3, folder):
         for i, (world, config) in enumerate(SAME):
             saved = str(folder / f"{kind}{i}") if i < 2 else None
             calls[world, "same", kind, i] = (same_on, (kind, model, config, saved))
-        saved = str(folder / f"{kind}1")
         saved = str(folder / f"{kind}1")
         for world in (2, 1):  # what two ranks wrote
             calls[world, "resumed", kind] = (resume_on, (kind, model, TRAIN, saved))

@@ -125,6 +125,19 @@ def test_peft_still_turns_an_adapter_off_by_its_disable_adapters() -> None:
     assert torch.equal(model(x), adapted)
 
 
+def test_peft_still_leaves_what_an_adapter_computes_to_its_lora_variant() -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model: Any = nn.Sequential(nn.Linear(3, 3))
+    x = torch.randn(2, 3)
+    plain = model(x)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"], init_lora_weights=False), model)
+    fsdp_compat.set_variant(model[0], lambda layer, given, result: 3 * result + given)
+    assert torch.equal(model(x), 3 * plain + x)
+    fsdp_compat.turn_adapter(model[0], off=True)
+    assert torch.equal(model(x), plain)
+
+
 def test_liger_still_applies_its_kernels_to_one_model(model: Any) -> None:
     from transformers.models.qwen3 import modeling_qwen3
 

@@ -201,7 +201,7 @@ def test_values_of_a_python_script_and_its_arguments(tmp_path: Path) -> None:
         "trainer = trl.GRPOTrainer(model='Qwen/Qwen2.5-0.5B', reward_funcs=accuracy_reward,\n"
         "    args=trl.GRPOConfig(num_generations=args.answers, max_steps=40, beta=0.04,\n"
         "                        num_iterations=2, output_dir=f'{where}/run'),\n"
-        "    peft_config=LoraConfig(r=4, lora_alpha=16))\n"
+        "    peft_config=LoraConfig(r=4, lora_alpha=16, use_dora=True))\n"
     )
     translation = translated(file)
     assert "output_dir=f'{where}/run'" in translation.notes
@@ -212,6 +212,7 @@ def test_values_of_a_python_script_and_its_arguments(tmp_path: Path) -> None:
     assert (config.rollout.n, config.steps, config.algo.epochs) == (4, 20, 2)
     assert config.algo.kl_coef == 0.04 and config.reward == "math"
     assert config.actor.lora is not None and config.actor.lora.rank == 4
+    assert config.actor.lora.use_dora and not config.actor.lora.use_rslora
 
 
 @pytest.mark.parametrize(

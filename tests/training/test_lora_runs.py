@@ -21,7 +21,7 @@ from spmdrl.config import *
 config = SftConfig(model="model", data=SftDataConfig(train="sft.jsonl", batch_size=8,
                                                     max_tokens=64), out="sft", steps=4,
                    run_dir="sft_run", trackers=(),
-                   actor=TrainConfig(dtype="float32", lora=LoraConfig(rank=3),
+                   actor=TrainConfig(dtype="float32", lora=LoraConfig(rank=3, use_dora=True),
                                      optim=OptimConfig(lr=1e-2)))
 """
 SAVING = ("--checkpoint.every_steps", "1", "--checkpoint.keep", "9")

@@ -6,7 +6,10 @@ tests/hub/test_transformers_compat.py says what broke.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 
 def turn_adapter(layer: Any, off: bool) -> None:
@@ -14,6 +17,21 @@ def turn_adapter(layer: Any, off: bool) -> None:
     the public switch would freeze A and B too.
     """
     layer._disable_adapters = off
+
+
+def set_variant(layer: Any, compute: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+    """Has a LoraLayer, its adapter being on, return compute(layer, x, W x + bias) in place of
+    W x + bias + scale B A x. Writes its lora_variant, which peft calls likely to change.
+    """
+
+    class Variant:
+        @staticmethod
+        def forward(
+            module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
+        ) -> Tensor:
+            return compute(module, x, result)
+
+    layer.lora_variant["default"] = Variant
 
 
 def liger_model_types() -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +33,7 @@ from spmdrl.engines.fsdp.hosted_policy import HostedPolicy
 from spmdrl.engines.fsdp.inputs import ModelInputs, image_inputs
 from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.lora import Adapters, adapters_off, add_adapters
-from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base, save_adapter
+from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base, fill_module, save_adapter
 from spmdrl.engines.fsdp.model import HEADS, TokenPolicy, decoder_layers, require_given
 from spmdrl.engines.fsdp.model_files import files_beside_weights
 from spmdrl.engines.fsdp.muon import hidden_matrices
@@ -47,14 +46,13 @@ from spmdrl.engines.fsdp.router_replay import Routers
 from spmdrl.engines.fsdp.sharded_loading import (
     allocate,
     drop_data,
-    fingerprint_of,
     open_model,
-    read_shards,
     scatter_weights,
 )
 from spmdrl.engines.fsdp.sharding import (
     all_passes,
     clip_gradients,
+    divides_experts,
     gathers_once,
     layers_resharded,
     reshard_root,
@@ -70,7 +68,6 @@ from spmdrl.engines.fsdp.ulysses import (
     shared,
     whole,
 )
-from spmdrl.engines.fsdp.weight_files import WeightFiles
 from spmdrl.engines.host_copies import HostCopies, StagedShards, stage_own, wanted_parts
 from spmdrl.engines.lr_schedule import learning_rate
 from spmdrl.engines.micro_batches import (
@@ -159,7 +156,7 @@ class FsdpEngine:
         self.keeps_gathered = not (config.reshard_after_forward or frozen or self.gathers_once)
         shard(
             self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy,
-            not self.keeps_gathered, divide_experts=config.optim.name == "adamw",
+            not self.keeps_gathered, divides_experts(config),
         )  # fmt: skip
         self.offloaded: AbstractContextManager[Any] = nullcontext()
         if config.activation_offload and not frozen:
@@ -168,7 +165,7 @@ class FsdpEngine:
             scatter_weights(self.module, full_weights, topology)
         else:
             allocate(self.module, topology.device, config.offload_policy)
-            self._fill(files)
+            fill_module(self.module, files, self.adapters, topology)
         self.trained: dict[str, Tensor] = {
             n: p for n, p in self.module.named_parameters() if p.requires_grad
         }  # fmt: skip
@@ -207,16 +204,10 @@ class FsdpEngine:
     def _start_training(self, hidden: Any) -> None:
         """hidden: as hidden_matrices gives it."""
         config = self.config
+        if self.adapters is not None:
+            self.adapters.start(self.module, self.topology)
         self.optimizer = build_optimizer(self.trained, config.optim, hidden, DTYPES[config.dtype])
         self.average = ema.start(self.trained) if config.ema else {}
-
-    def _fill(self, files: WeightFiles | None) -> None:
-        """Reads this rank's shards; without files they are 0 but for new adapters."""
-        adapters = self.adapters
-        new = adapters.initial(self.module.hf) if adapters is not None else iter(())
-        sums = read_shards(self.module, files, new, self.topology, checksums=adapters is not None)
-        if adapters is not None and files is not None:
-            adapters.fingerprint = fingerprint_of(files, sums, self.topology)
 
     # ---- passes without gradient
 
@@ -448,7 +439,7 @@ class FsdpEngine:
         """Small files beside the shards: what adapters belong to."""
         if self.adapters is None or self.topology.rank != 0:
             return {}
-        return {BASE_FILE: json.dumps(self.adapters.identity(), indent=1).encode()}
+        return {BASE_FILE: self.adapters.note()}
 
     def load(self, folder: Path) -> None:
         if Path(folder, "metadata.json").exists():

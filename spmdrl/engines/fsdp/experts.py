@@ -28,6 +28,10 @@ from transformers import PreTrainedConfig
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.distributed.torch_compat import set_parameter
 from spmdrl.hub.transformers_compat import apply_expert_gate
+from spmdrl.weights.shards import local
+
+# before the name of a stacked weight: the factors of its adapter (expert_adapters.py)
+LORA_A, LORA_B = "lora_A_", "lora_B_"
 
 
 def expert_modules(module: nn.Module) -> list[nn.Module]:
@@ -72,21 +76,28 @@ def check_experts(shell: nn.Module, hf: PreTrainedConfig, role: TrainConfig, str
 # ---- weights
 
 
+def compute_here(module: nn.Module, compiled: bool) -> None:
+    """Has a module with stacked experts compute by `expert_forward`. compiled: the layers around
+    are, and this stays out of their graphs.
+    """
+    forward = torch.compiler.disable(expert_forward) if compiled else expert_forward
+    module.forward = MethodType(forward, module)
+
+
 def split_experts(module: nn.Module, mesh: DeviceMesh, compiled: bool) -> None:
     """Gives each rank its experts, and has their modules compute them by `expert_forward`. Before
     the module is sharded.
 
     mesh: the ranks that have all experts between them. Parameters become DTensors, cut along their
-    first axis. compiled: the layers around are, and this stays out of their graphs.
+    first axis. compiled: see compute_here.
     """
     size, rank = mesh.size(), mesh.get_local_rank()
-    forward = torch.compiler.disable(expert_forward) if compiled else expert_forward
     for part in expert_modules(module):
         for name, p in list(part.named_parameters()):
             mine = p.detach().chunk(size)[rank].clone()
             cut = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
             set_parameter(part, name, nn.Parameter(cut, p.requires_grad))
-        part.forward = MethodType(forward, part)
+        compute_here(part, compiled)
 
 
 # ---- the exchange of tokens
@@ -97,7 +108,7 @@ class Route(NamedTuple):
     top_k of them, token by token.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # None: this rank has all experts
     top_k: int
     by_expert: Tensor  # (rows,) the numbers of the rows, by their expert, and so by its rank
     place: Tensor  # (rows,) where each row is in that order
@@ -108,12 +119,17 @@ class Route(NamedTuple):
     ends: Tensor  # (experts of this rank,) int32: where the rows of each end
 
 
-def route(top_k_index: Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
+def route(top_k_index: Tensor, num_experts: int, group: dist.ProcessGroup | None) -> Route:
     """Plans the exchange. Collective over the group. top_k_index: (num_tokens, top_k) experts."""
     chosen = top_k_index.reshape(-1)
     by_expert, device = chosen.argsort(stable=True), chosen.device
     count = torch.zeros(num_experts, dtype=torch.int64, device=device)
     count.scatter_add_(0, chosen, torch.ones_like(chosen))
+    if group is None:
+        ends = count.cumsum(0).to(torch.int32)
+        order = torch.arange(len(chosen), device=device)
+        top_k, place = top_k_index.shape[-1], inverse(by_expert)
+        return Route(group, top_k, by_expert, place, [], [], order, chosen[by_expert], ends)
     theirs = torch.empty_like(count)  # by the rank that they come from, and this rank's expert
     dist.all_to_all_single(theirs, count, group=group)
     size = group.size()
@@ -138,6 +154,8 @@ def inverse(order: Tensor) -> Tensor:
 
 def to_experts(rows: Tensor, way: Route) -> Tensor:
     """Takes rows by their expert to its rank; returns those that came, by this rank's expert."""
+    if way.group is None:
+        return rows
     came = rows.new_empty(sum(way.received), rows.shape[1])
     dist.all_to_all_single(came, rows.contiguous(), way.received, way.sent, group=way.group)
     return came[way.arrived]
@@ -145,6 +163,8 @@ def to_experts(rows: Tensor, way: Route) -> Tensor:
 
 def to_tokens(rows: Tensor, way: Route) -> Tensor:
     """Takes rows by this rank's expert back; returns this rank's own, token by token."""
+    if way.group is None:
+        return rows[way.place]
     leaving = torch.empty_like(rows)
     leaving[way.arrived] = rows
     came = rows.new_empty(sum(way.sent), rows.shape[1])
@@ -186,12 +206,13 @@ def expert_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Takes the place of the forward pass of a module with stacked experts. Collective over the
-    ranks that have all experts between them.
+    ranks that have all experts between them; where this one has them, nothing is exchanged.
 
     hidden_states: (num_tokens, hidden_size); top_k_index, top_k_weights: (num_tokens, top_k).
     """
-    mesh = next(self.parameters()).device_mesh
-    way = route(top_k_index, self.num_experts, mesh.get_group())
+    first = next(self.parameters())
+    group = first.device_mesh.get_group() if isinstance(first, DTensor) else None
+    way = route(top_k_index, self.num_experts, group)
     rows = Combine.apply(products(self, Dispatch.apply(hidden_states, way), way), way)
     weighted = rows * top_k_weights.reshape(-1, 1)
     shape = (*top_k_index.shape, hidden_states.shape[-1])
@@ -208,8 +229,12 @@ def products(experts: Any, rows: Tensor, way: Route) -> Tensor:
 
 def grouped_linear(experts: Any, name: str, rows: Tensor, way: Route) -> Tensor:
     """One product of each expert's rows with its matrix, (out, in), or (in, out) if transposed."""
-    weight = getattr(experts, name).to_local()
+    weight = local(getattr(experts, name))
     found = grouped_mm(rows, weight if experts.is_transposed else weight.mT, offs=way.ends)
+    if hasattr(experts, LORA_A + name) and not experts.lora_off:
+        a, b = (local(getattr(experts, factor + name)) for factor in (LORA_A, LORA_B))
+        inner = grouped_mm(rows, a.mT, offs=way.ends) * experts.lora_scale
+        found = found + grouped_mm(inner, b.mT, offs=way.ends)
     if not experts.has_bias:
         return found
-    return found + getattr(experts, name + "_bias").to_local()[way.expert]
+    return found + local(getattr(experts, name + "_bias"))[way.expert]

@@ -14,7 +14,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,29 @@ from transformers import PreTrainedConfig
 
 from spmdrl.cli.hub_names import model_name, name_of
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
+from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.compat import taken_for_experts, turn_adapter
+from spmdrl.engines.fsdp.dora import MAGNITUDE, OFFSET, Magnitudes, add_offsets, subtract_norms
+from spmdrl.engines.fsdp.expert_adapters import (
+    add_stacks,
+    expert_parts,
+    factor_names,
+    factor_shapes,
+    given_factors,
+    peft_layers,
+    target_stacks,
+)
 from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent
+from spmdrl.engines.fsdp.quantized_base import (
+    Nf4Linear,
+    QuantizedLowRank,
+    check_quantization,
+    quantize_layers,
+    send_codes,
+)
 from spmdrl.hub.hf_folder import meta_model, sees_images, towers
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
-from spmdrl.weights.shards import Derived, LowRank, Shards, shards_by_part, shards_of
+from spmdrl.weights.shards import Derived, LowRank, Shards, TensorSource, shards_by_part, shards_of
 
 PEFT_PREFIX = "base_model.model."
 IN_LAYER = ("lora_A.default.weight", "lora_B.default.weight")  # peft's names of A and B
@@ -46,6 +64,9 @@ class Adapters:
     model: str  # the base: a folder or a hub id
     dtype: str  # that the base is held in
     layers: list[str]  # names of the layers that have one
+    stacks: list[str]  # names of the stacked weights of experts that have one
+    transposed: bool  # these are (experts, in, out)
+    quantized: dict[str, Nf4Linear]  # the base of each layer, where it is in 4 bits
     fingerprint: str | None  # of the base's weights; known on the topology's first rank
 
     def named_shards(
@@ -53,32 +74,65 @@ class Adapters:
     ) -> dict[str, Shards]:
         """weights: the parameters by their names in the model; else as TrainEngine says."""
         base = {n.replace(".base_layer.", "."): p for n, p in weights.items() if ".lora_" not in n}
-        scale, made_of = scale_of(self.config), {}
+        scale = scale_of(self.config)
+        made_of: dict[str, TensorSource] = {}
         for layer in self.layers:
             a, b = (weights[f"{layer}.{name}"] for name in IN_LAYER)
-            if merged:
+            offset = weights.get(f"{layer}.{OFFSET}")
+            if merged and layer in self.quantized:
+                made_of[f"{layer}.weight"] = QuantizedLowRank(self.quantized[layer], a, b, scale)
+            elif merged:
                 weight = base.pop(f"{layer}.weight")
                 name = checkpoint_name(f"{layer}.weight", weight.shape, parts)
                 assert name is not None  # add_adapters
-                made_of[name] = LowRank(weight, a, b, scale)
+                made_of[name] = LowRank(weight, a, b, scale, offset)
             else:
                 base[layer + ADAPTER[0]] = a
                 made_of[layer + ADAPTER[1]] = LowRank(None, a, b, scale)
+        for stack in self.stacks if merged else ():
+            a, b = (weights[name] for name in factor_names(stack))
+            made_of |= expert_parts(stack, base.pop(stack), a, b, scale, self.transposed, parts)
         return shards_by_part(base, parts) | Derived(made_of).shards()
 
     def unscaled_shards(self, parameters: Mapping[str, Tensor]) -> dict[str, Shards]:
-        """Returns the shards of every A and B. parameters: of the engine's module, by name."""
+        """Returns the shards of every A and B, and of DoRA's magnitudes. parameters: of the
+        engine's module, by name."""
         found = {n.removeprefix("hf."): p for n, p in parameters.items()}
-        return {
+        named = {
             layer + part: shards_of(found[f"{layer}.{inner}"])
             for layer in self.layers
             for part, inner in zip(ADAPTER, IN_LAYER, strict=True)
         }
+        for stack in self.stacks:
+            for part, inner in zip(ADAPTER, factor_names(stack), strict=True):
+                named[stack + part] = shards_of(found[inner])
+        if not self.config.use_dora:
+            return named
+        made_of = {
+            layer + MAGNITUDE: Magnitudes(
+                found[f"{layer}.{OFFSET}"], found[f"{layer}.base_layer.weight"]
+            )
+            for layer in self.layers
+        }
+        return named | Derived(made_of).shards()
 
     def initial(self, hf: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name in the engine's module, full tensor) of each A and B as it begins."""
-        for name, value in initial_adapters(hf, self.config, self.layers):
+        """Yields (name in the engine's module, full tensor) of each A and B as it begins, and of
+        each offset of DoRA, which is the magnitude as long as `start` was not called."""
+        for name, value in initial_adapters(hf, self.config, self.layers, self.stacks):
             yield f"hf.{name}", value
+
+    def start(self, module: nn.Module, topology: Topology) -> None:
+        """Ends what `initial` and `read_quantized` began, when the base has its weights. Collective
+        over the topology."""
+        send_codes(self.quantized, topology)
+        if self.config.use_dora and self.config.adapter:
+            named = {n.removeprefix("hf."): p for n, p in module.named_parameters()}
+            subtract_norms(named, self.layers)
+
+    def note(self) -> bytes:
+        """Returns what a checkpoint has of `identity`."""
+        return json.dumps(self.identity(), indent=1).encode()
 
     def identity(self) -> dict[str, Any]:
         """Returns what a checkpoint says of its adapters."""
@@ -87,7 +141,9 @@ class Adapters:
             "model": name_of(self.model) or str(Path(self.model).resolve()),
             "fingerprint": self.fingerprint, "dtype": self.dtype, "rank": lora.rank,
             "alpha": lora.alpha, "use_rslora": lora.use_rslora, "layers": self.layers,
-            "target_modules": lora.target_modules,
+            "target_modules": lora.target_modules, "use_dora": lora.use_dora,
+            "target_parameters": lora.target_parameters, "stacks": self.stacks,
+            "transposed": self.transposed, "quantization": lora.quantization,
         }  # fmt: skip
 
 
@@ -109,7 +165,7 @@ def add_adapters(
     """
     lora = config.lora
     assert lora is not None
-    layers = target_layers(hf, lora, config.freeze_vision)
+    layers, stacks = target_layers(hf, lora, config.freeze_vision), target_stacks(hf, lora)
     shapes = {name: hf.get_submodule(name).weight.shape for name in layers}
     in_parts = [n for n in layers if checkpoint_name(f"{n}.weight", shapes[n], parts) is None]
     if in_parts:
@@ -120,7 +176,10 @@ def add_adapters(
     known = fingerprint(dict(hf.named_parameters())) if full else None
     hf.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # peft draws an A of its own
-        adapt_layers(hf, layers, peft_config(lora, layers, model))
+        adapt_layers(hf, layers, peft_config(replace(lora, use_dora=False), layers, model))
+    if lora.use_dora:
+        add_offsets(hf, layers)
+    add_stacks(hf, stacks, lora.rank, scale_of(lora), config.compile)
     if fast_cpu:
         use_fast_linear(hf)
     dtype = getattr(torch, config.dtype)
@@ -128,8 +187,12 @@ def add_adapters(
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     if full:
-        fill_adapters(hf, lora, layers)
-    return Adapters(lora, model, config.dtype, layers, known)
+        fill_adapters(hf, lora, layers, stacks)
+    quantized: dict[str, Nf4Linear] = {}
+    if lora.quantization is not None:
+        quantized = quantize_layers(hf, layers, dtype)
+    transposed = any(hf.get_submodule(n.rpartition(".")[0]).is_transposed for n in stacks)
+    return Adapters(lora, model, config.dtype, layers, stacks, transposed, quantized, known)
 
 
 def adapt_layers(hf: Any, layers: Sequence[str], config: Any) -> None:
@@ -153,24 +216,28 @@ def peft_config(lora: LoraConfig, targets: Sequence[str], model: str) -> Any:
 
     name = model_name("model", name_of(model) or model)
     return PeftConfig(
-        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora,
-        target_modules=list(targets), lora_dropout=0.0, task_type="CAUSAL_LM",
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, use_dora=lora.use_dora,
+        target_modules=list(targets), target_parameters=list(lora.target_parameters) or None,
+        lora_dropout=0.0, task_type="CAUSAL_LM",
         base_model_name_or_path=name.repo if name else model,
         revision=name.revision or None if name else None,
     )  # fmt: skip
 
 
 @torch.no_grad()
-def fill_adapters(hf: Any, lora: LoraConfig, layers: Sequence[str]) -> None:
-    for name, value in initial_adapters(hf, lora, layers):
+def fill_adapters(
+    hf: Any, lora: LoraConfig, layers: Sequence[str], stacks: Sequence[str]
+) -> None:  # fmt: skip
+    for name, value in initial_adapters(hf, lora, layers, stacks):
         hf.get_parameter(name).copy_(value)
 
 
 def initial_adapters(
-    hf: Any, lora: LoraConfig, layers: Sequence[str]
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    hf: Any, lora: LoraConfig, layers: Sequence[str], stacks: Sequence[str]
+) -> Iterator[tuple[str, Tensor]]:
     """Yields (name in the model, full tensor in float32) of each A and B: a uniform in
-    +-1 / sqrt(in) as peft has it, B zero; or what the folder lora.adapter holds.
+    +-1 / sqrt(in) as peft has it, B zero; or what the folder lora.adapter holds. Of DoRA's offset
+    zeros, or the folder's magnitude.
     """
     given = given_tensors(lora)
     for name in layers:
@@ -178,6 +245,15 @@ def initial_adapters(
         values = initial_values(lora, given, name, a.shape[1], b.shape[0])
         for part, value in zip(IN_LAYER, values, strict=True):
             yield f"{name}.{part}", value
+        if lora.use_dora:
+            rows = torch.zeros(len(b)) if not given else given[PEFT_PREFIX + name + MAGNITUDE]
+            yield f"{name}.{OFFSET}", rows
+    factors = dict(given_factors(stacks, lora.rank, given, PEFT_PREFIX)) if given else {}
+    for name in stacks:
+        if not given:
+            (a, b) = factor_shapes(hf, name, lora.rank)
+            factors[name] = (drawn(lora, name, a), torch.zeros(b))
+        yield from zip(factor_names(name), factors[name], strict=True)
 
 
 def given_tensors(lora: LoraConfig) -> dict[str, Tensor]:
@@ -195,11 +271,15 @@ def initial_values(
     if given:
         a, b = (given[PEFT_PREFIX + layer + part] for part in ADAPTER)
         return a, b
-    digest = hashlib.sha256(f"{lora.seed} {layer}".encode()).digest()
+    return drawn(lora, layer, (lora.rank, columns)), torch.zeros(rows, lora.rank)
+
+
+def drawn(lora: LoraConfig, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Returns A of a layer, or of all experts of one, as it begins: (..., in)."""
+    digest = hashlib.sha256(f"{lora.seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    bound = 1 / math.sqrt(columns)
-    drawn = torch.empty(lora.rank, columns).uniform_(-bound, bound, generator=generator)
-    return drawn, torch.zeros(rows, lora.rank)
+    bound = 1 / math.sqrt(shape[-1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> list[str]:
@@ -219,6 +299,8 @@ def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> lis
     if lora.target_modules == "all-linear":
         return linear
     targets = tuple(lora.target_modules)
+    if not targets and lora.target_parameters:
+        return []
     if not targets:
         raise ConfigError(
             "lora.target_modules=() adapts no layer, so nothing would be trained: leave it at "
@@ -241,7 +323,8 @@ def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> lis
             near = difflib.get_close_matches(target, leaves, n=3) or leaves
             raise ConfigError(
                 f"lora.target_modules={target!r} is the end of no linear layer's name; nearest: "
-                f"{', '.join(near)}. Embeddings, the head and a mixture's experts are not adapted"
+                f"{', '.join(near)}. Embeddings and the head are not adapted; a mixture's experts "
+                "are by lora.target_parameters"
             )
     return [name for name in linear if is_target(name, targets)]
 
@@ -273,13 +356,19 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
     from peft.tuners.lora import LoraLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
-    for layer in layers:
-        turn_adapter(layer, off=True)
+    experts: list[Any] = [part for part in module.modules() if hasattr(part, "lora_off")]
+
+    def turn(off: bool) -> None:
+        for layer in layers:
+            turn_adapter(layer, off)
+        for part in experts:
+            part.lora_off = off
+
+    turn(off=True)
     try:
         yield
     finally:
-        for layer in layers:
-            turn_adapter(layer, off=False)
+        turn(off=False)
 
 
 # ---- what is known before anything is built
@@ -298,12 +387,16 @@ def check_lora(name: str, role: TrainConfig, config: PreTrainedConfig) -> None:
     for field in ("rank", "alpha"):
         if getattr(lora, field) < 1:
             raise ConfigError(f"{name}.lora.{field}={getattr(lora, field)} must be at least 1")
-    layers = target_layers(meta_model(config), lora, role.freeze_vision)
+    check_quantization(name, role, config)
+    shell = meta_model(config)
+    layers, stacks = target_layers(shell, lora, role.freeze_vision), target_stacks(shell, lora)
     if lora.adapter is not None:
-        check_adapter(name, lora, layers)
+        check_adapter(name, lora, layers, stacks)
 
 
-def check_adapter(name: str, lora: LoraConfig, layers: Sequence[str]) -> None:
+def check_adapter(
+    name: str, lora: LoraConfig, layers: Sequence[str], stacks: Sequence[str] = ()
+) -> None:  # fmt: skip
     """Whether the adapter to start from is what the config says, and nothing else besides."""
     assert lora.adapter is not None
     where = f"{name}.lora.adapter={lora.adapter!r}"
@@ -313,14 +406,15 @@ def check_adapter(name: str, lora: LoraConfig, layers: Sequence[str]) -> None:
         raise ConfigError(f"{where} has no {' and no '.join(missing)}; is it a peft adapter?")
     given = json.loads(files[0].read_text())
     odd = [
-        key for key in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save",
-                        "fan_in_fan_out", "lora_bias", "target_parameters")
+        key for key in ("rank_pattern", "alpha_pattern", "modules_to_save",
+                        "fan_in_fan_out", "lora_bias")
         if given.get(key)
     ]  # fmt: skip
     if given.get("peft_type") != "LORA" or odd or given.get("bias", "none") != "none":
         raise ConfigError(f"{where} is more than plain LoRA: {odd or given.get('peft_type')}")
     said = {"rank": given["r"], "alpha": given["lora_alpha"],
-            "use_rslora": bool(given.get("use_rslora"))}  # fmt: skip
+            "use_rslora": bool(given.get("use_rslora")),
+            "use_dora": bool(given.get("use_dora"))}  # fmt: skip
     for field, value in said.items():
         if getattr(lora, field) != value:
             raise ConfigError(
@@ -329,14 +423,25 @@ def check_adapter(name: str, lora: LoraConfig, layers: Sequence[str]) -> None:
             )
     with safe_open(files[1], framework="pt") as file:
         held = set(file.keys())
-    wanted = {PEFT_PREFIX + layer + part for layer in layers for part in ADAPTER}
+    parts = (*ADAPTER, MAGNITUDE) if lora.use_dora else ADAPTER
+    wanted = {PEFT_PREFIX + layer + part for layer in layers for part in parts}
+    wanted |= {PEFT_PREFIX + own + part for own in peft_layers(stacks).values() for part in ADAPTER}
     if held != wanted:
-        leaves = sorted({key.split(".")[-3] for key in held})
+        leaves = sorted({key.partition(".lora_")[0].rpartition(".")[2] for key in held})
         raise ConfigError(
             f"{where} has {len(held)} tensors, for {', '.join(leaves)}; {name}.lora.target_modules"
-            f"={lora.target_modules!r} of this model asks for {len(wanted)}, of which "
+            f"={lora.target_modules!r}, with target_parameters={lora.target_parameters!r}, of this "
+            f"model asks for {len(wanted)}, of which "
             f"{len(wanted - held)} are not there"
         )
+
+
+def adapted_weights(config: PreTrainedConfig, role: TrainConfig) -> list[int]:
+    """Returns how many weights each linear layer has that is given an adapter."""
+    assert role.lora is not None
+    model: Any = meta_model(config)
+    names = target_layers(model, role.lora, role.freeze_vision)
+    return [model.get_submodule(name).weight.numel() for name in names]
 
 
 def adapter_count(config: PreTrainedConfig, role: TrainConfig) -> int:
@@ -345,7 +450,10 @@ def adapter_count(config: PreTrainedConfig, role: TrainConfig) -> int:
     model: Any = meta_model(config)
     names = target_layers(model, role.lora, role.freeze_vision)
     layers = [model.get_submodule(name) for name in names]
-    return sum(role.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
+    pairs = sum(role.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
+    for stack in target_stacks(model, role.lora):
+        pairs += sum(math.prod(s) for s in factor_shapes(model, stack, role.lora.rank))
+    return pairs + (sum(layer.out_features for layer in layers) if role.lora.use_dora else 0)
 
 
 # ---- the fingerprint of the base

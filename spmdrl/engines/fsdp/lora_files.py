@@ -14,6 +14,8 @@ from torch import Tensor
 from spmdrl.config import ConfigError, LoraConfig
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.fsdp.dora import MAGNITUDE, OFFSET
+from spmdrl.engines.fsdp.expert_adapters import add_deltas, factor_names, peft_tensors
 from spmdrl.engines.fsdp.lora import (
     IN_LAYER,
     PEFT_PREFIX,
@@ -24,12 +26,14 @@ from spmdrl.engines.fsdp.lora import (
     scale_of,
 )
 from spmdrl.engines.fsdp.model import build_model
-from spmdrl.engines.fsdp.weight_files import open_weights
+from spmdrl.engines.fsdp.quantized_base import read_quantized, rounded
+from spmdrl.engines.fsdp.sharded_loading import fingerprint_of, read_shards
+from spmdrl.engines.fsdp.weight_files import WeightFiles, open_weights
 from spmdrl.hub.download import local_model
 from spmdrl.hub.hf_folder import auto_class, keep_tower, load_hf_config
 from spmdrl.weights.buffers import kept_tensors, persistent_buffers
 from spmdrl.weights.checkpoint_names import ADAPTER
-from spmdrl.weights.shards import Shards
+from spmdrl.weights.shards import Shards, row_norms, set_lengths
 from spmdrl.weights.transfer import gathered
 
 BASE_FILE = "lora.json"  # in a role's folder of a checkpoint: what its adapters belong to
@@ -71,13 +75,19 @@ def difference(adapters: Adapters | None, folder: Path) -> str | None:
             f"{saved['fingerprint'][:12]}); this run's base {mine['model']} has other weights "
             f"({mine['fingerprint'][:12]}): set model to the former"
         )
-    for key in ("rank", "alpha", "use_rslora"):
-        if saved[key] != mine[key]:
-            return f"{folder} was written with lora.{key}={saved[key]}, this run has {mine[key]}"
+    for key in ("rank", "alpha", "use_rslora", "use_dora", "quantization"):
+        before = saved.get(key, False if key == "use_dora" else None)
+        if before != mine[key]:
+            return f"{folder} was written with lora.{key}={before}, this run has {mine[key]}"
     if saved["layers"] != mine["layers"]:
         return (
             f"{folder} has adapters on {len(saved['layers'])} layers, this run on "
             f"{len(mine['layers'])}: lora.target_modules, or freeze_vision, is not what it was"
+        )
+    if saved.get("stacks", []) != mine["stacks"]:
+        return (
+            f"{folder} has adapters on {len(saved.get('stacks', []))} stacked weights of experts, "
+            f"this run on {len(mine['stacks'])}: lora.target_parameters is not what it was"
         )
     return None
 
@@ -86,20 +96,78 @@ def lora_of(saved: Mapping[str, Any]) -> LoraConfig:
     """The config of a checkpoint's adapters; `saved` is what `read_base` gives."""
     targets = saved["target_modules"]
     targets = targets if targets == "all-linear" else tuple(targets)
-    return LoraConfig(saved["rank"], saved["alpha"], targets, saved["use_rslora"])
+    return LoraConfig(
+        saved["rank"], saved["alpha"], targets, saved["use_rslora"],
+        use_dora=saved.get("use_dora", False),
+        target_parameters=tuple(saved.get("target_parameters", ())),
+        quantization=saved.get("quantization"),
+    )  # fmt: skip
+
+
+def fill_module(
+    module: Any, files: WeightFiles | None, adapters: Adapters | None, topology: Topology
+) -> None:  # fmt: skip
+    """Reads this rank's shards of an engine's module; without files they are 0 but for new
+    adapters. Collective over the topology.
+    """
+    new = adapters.initial(module.hf) if adapters is not None else iter(())
+    sums = read_shards(module, files, new, topology, checksums=adapters is not None)
+    if adapters is not None and files is not None:
+        sums |= read_quantized(adapters.quantized, files, topology)
+        adapters.fingerprint = fingerprint_of(files, sums, topology)
 
 
 def adapter_tensors(
     read: Callable[[str], Tensor], saved: Mapping[str, Any]
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Returns `<layer>.lora_A.weight` and `<layer>.lora_B.weight` of a checkpoint. read: a function
-    that reads a tensor of it by its name.
+    """Returns `<layer>.lora_A.weight` and `<layer>.lora_B.weight` of a checkpoint, of layers and of
+    stacked weights of experts, and DoRA's offsets. read: a function that reads a tensor of it by
+    its name.
     """
-    return {
+    parts = dict(zip(ADAPTER, IN_LAYER, strict=True))
+    if lora_of(saved).use_dora:
+        parts["." + OFFSET] = OFFSET
+    found = {
         layer + part: read(f"hf.{layer}.{inner}")
         for layer in saved["layers"]
-        for part, inner in zip(ADAPTER, IN_LAYER, strict=True)
+        for part, inner in parts.items()
     }
+    for stack in saved.get("stacks", []):
+        for part, inner in zip(ADAPTER, factor_names(stack), strict=True):
+            found[stack + part] = read(f"hf.{inner}")
+    return found
+
+
+def with_magnitudes(
+    adapters: Mapping[str, Tensor], saved: Mapping[str, Any], base: str
+) -> dict[str, Tensor]:  # fmt: skip
+    """Returns what peft has of a checkpoint's adapters: for DoRA's offsets magnitudes, which are
+    worked out of the base. adapters: of adapter_tensors. Raises ConfigError as merged_sources does.
+    """
+    if not lora_of(saved).use_dora:
+        return dict(adapters)
+    _, _, read_tensor = tensors_of(base_folder(saved, base))
+    found = {n: t for n, t in adapters.items() if not n.endswith(OFFSET)}
+    for layer in saved["layers"]:
+        weight = read_tensor(f"{layer}.weight").to(getattr(torch, saved["dtype"]))
+        found[layer + MAGNITUDE] = adapters[f"{layer}.{OFFSET}"] + row_norms(weight)
+    return found
+
+
+def base_folder(saved: Mapping[str, Any], base: str) -> str:
+    """Returns where the base of a checkpoint's adapters lies; raises ConfigError as merged_sources
+    does, whose arguments these are.
+    """
+    path = local_model("base" if base else "the base of these adapters", base or saved["model"])
+    if not Path(path).is_dir():
+        raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
+    if any("language_model" in name for name in [*saved["layers"], *saved.get("stacks", [])]):
+        keep_tower(path)
+    shapes, _, read_tensor = tensors_of(path)
+    sums = {name: checksum(read_tensor(name)) for name in shapes}
+    if fingerprint_of_sums(shapes, sums) != saved["fingerprint"]:
+        raise ConfigError(f"{path} has not the weights that these adapters were trained on")
+    return path
 
 
 def merged_sources(
@@ -109,23 +177,26 @@ def merged_sources(
     that reads it in float32: the base as it was held, and scale B A. base: where it lies now; "":
     where it lay. Raises ConfigError where the base is not there, or is another model.
     """
-    path = local_model("base" if base else "the base of these adapters", base or saved["model"])
-    if not Path(path).is_dir():
-        raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
-    if any("language_model" in layer for layer in saved["layers"]):
-        keep_tower(path)
-    shapes, buffers, read_tensor = tensors_of(path)
-    sums = {name: checksum(read_tensor(name)) for name in shapes}
-    if fingerprint_of_sums(shapes, sums) != saved["fingerprint"]:
-        raise ConfigError(f"{path} has not the weights that these adapters were trained on")
+    shapes, buffers, read_tensor = tensors_of(base_folder(saved, base))
     dtype, scale = getattr(torch, saved["dtype"]), scale_of(lora_of(saved))
+    quantized = saved.get("quantization") is not None
 
     def read(name: str) -> Tensor:
-        weight = read_tensor(name).to(dtype).float()
         layer = name.removesuffix(".weight")
-        if layer + ADAPTER[0] in adapters:
-            a, b = (adapters[layer + part] for part in ADAPTER)
-            weight.addmm_(b, a, alpha=scale)
+        adapted = layer + ADAPTER[0] in adapters
+        weight = read_tensor(name).to(dtype).to(torch.float32, copy=adapted)
+        if not adapted:
+            return weight
+        if quantized:
+            weight = rounded(weight.to(dtype)).float()
+        a, b = (adapters[layer + part] for part in ADAPTER)
+        if name in saved.get("stacks", []):
+            add_deltas(weight, a, b, scale, saved["transposed"])
+            return weight
+        lengths = row_norms(weight) if f"{layer}.{OFFSET}" in adapters else None
+        weight.addmm_(b, a, alpha=scale)
+        if lengths is not None:
+            set_lengths(weight, lengths + adapters[f"{layer}.{OFFSET}"])
         return weight
 
     for name, shape in shapes.items():
@@ -159,22 +230,26 @@ def tensors_of(model: str) -> tuple[Shapes, Shapes, Callable[[str], Tensor]]:
 def save_adapter(
     adapters: Adapters, named: Mapping[str, Shards], topology: Topology, folder: Path
 ) -> None:
-    """Writes the adapters as peft has them. named: A and B, unscaled, by the names of ADAPTER.
-    Collective over the topology.
+    """Writes the adapters as peft has them. named: A and B, unscaled, by the names of ADAPTER, and
+    DoRA's magnitudes. Collective over the topology.
     """
     first = topology.rank == 0
     tensors = gathered(named, torch.float32, 64 << 20, topology)
     kept = {name: tensor.cpu().clone() for name, tensor in tensors if first}
     if first:
-        write_adapter(folder, kept, adapters.config, adapters.layers, adapters.model)
+        own = adapters
+        write_adapter(folder, kept, own.config, own.layers, own.model, own.stacks)
 
 
 def write_adapter(
-    folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, layers: Sequence[str], model: str
-) -> None:
+    folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, layers: Sequence[str],
+    model: str, stacks: Sequence[str] = (),
+) -> None:  # fmt: skip
     """adapter_config.json and adapter_model.safetensors; peft.PeftModel.from_pretrained reads it.
 
-    tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, unscaled.
+    tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, unscaled, and of DoRA
+    `<layer>.lora_magnitude_vector`; of stacked weights of experts, whose names are `stacks`, the
+    same after the name of the weight.
     """
     from safetensors.torch import save_file
 
@@ -188,5 +263,8 @@ def write_adapter(
     config = peft_config(lora, targets, model)
     config.inference_mode = True
     config.save_pretrained(folder)
-    state = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    others = {stack + part for stack in stacks for part in ADAPTER}
+    named = {name: tensor for name, tensor in tensors.items() if name not in others}
+    named |= peft_tensors(stacks, tensors)
+    state = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in named.items()}
     save_file(state, Path(folder, "adapter_model.safetensors"), metadata={"format": "pt"})

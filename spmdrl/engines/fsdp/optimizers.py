@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
 from spmdrl.config import ConfigError, OptimConfig, TrainConfig, require
-from spmdrl.distributed.env import show_torchao
+from spmdrl.distributed.env import show_package
 from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.fsdp.muon import Cuts, Muon, hidden_matrices
 from spmdrl.weights.checkpoint_names import Parts
@@ -162,7 +162,7 @@ def adamw_8bit(params: list[Tensor], config: OptimConfig) -> torch.optim.Optimiz
     torchao cuts a shard into blocks from end to end, so that results depend on the number of ranks
     and a checkpoint fits no other. Here a block lies within a row of the weight.
     """
-    show_torchao()
+    show_package("torchao.optim")
     from torchao.optim import AdamW8bit  # takes a second
 
     groups = decay_groups(params, config.weight_decay)
@@ -278,7 +278,7 @@ def check_optimizer(name: str, role: TrainConfig) -> None:
         f"{optim.name!r}: it is of 'muon'",
     )
     if optim.name == "adamw8bit":
-        show_torchao()
+        show_package("torchao.optim")
     require(
         optim.name != "adamw8bit" or importlib.util.find_spec("torchao") is not None,
         f"{name}.optim.name='adamw8bit', but torchao is not installed: pip install torchao",

@@ -79,6 +79,14 @@ def shard_experts(
             )
 
 
+def divides_experts(config: TrainConfig) -> bool:
+    """Says whether ranks may share an expert's rows: with AdamW, which has no use for whole
+    matrices, and no adapter on them, whose factors are not cut in the same way.
+    """
+    adapted = config.lora is not None and bool(config.lora.target_parameters)
+    return config.optim.name == "adamw" and not adapted
+
+
 def gathers_once(config: TrainConfig, sharers: int) -> bool:
     """Says whether all weights are gathered once for the micro-batches of an update, or of a pass
     without gradient, and kept until its end. sharers: ranks that share a copy of the weights.

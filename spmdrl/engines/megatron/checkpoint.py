@@ -8,7 +8,6 @@ what its own `dist_checkpointing.save` wrote of the same state is read here.
 from __future__ import annotations
 
 import io
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -92,7 +91,7 @@ def stage(
     shards = staging.stage(ready, planner, topology.rank == 0, copies)
     shards.notes[COMMON] = saved_bytes(common)
     if parts.adapters is not None:
-        shards.notes[BASE_FILE] = json.dumps(parts.adapters.identity(), indent=1).encode()
+        shards.notes[BASE_FILE] = parts.adapters.note()
     return StagedModel(shards)
 
 

@@ -201,6 +201,22 @@ def check_adaptable(
     hf_config: PreTrainedConfig, lora: LoraConfig, freeze_vision: bool = False
 ) -> None:
     """Raises ConfigError where a layer to be adapted is no linear layer of megatron-core."""
+    if lora.use_dora:
+        raise ConfigError(
+            "lora.use_dora with engine megatron: a row of W + scale B A lies on several "
+            "tensor-parallel ranks, which do not measure it together: use engine fsdp, or leave "
+            "use_dora out"
+        )
+    if lora.quantization is not None:
+        raise ConfigError(
+            f"lora.quantization={lora.quantization!r}: engine megatron holds its weights in "
+            "floating point: use engine fsdp"
+        )
+    if lora.target_parameters:
+        raise ConfigError(
+            "lora.target_parameters with engine megatron: its experts' matrices are given no "
+            "adapters: use engine fsdp, or leave target_parameters out"
+        )
     if has_trained_tower(hf_config) and not freeze_vision:
         raise ConfigError(
             f"lora with engine megatron: a tower for images ({hf_config.model_type}) is given no "
@@ -249,7 +265,7 @@ def add_adapters(
         for adapters in adapters_of([chunk]):
             fill_pairs(adapters.pairs, lora, given)
     known = fingerprint(kind, model, topology) if load_weights else None
-    return Adapters(lora, model, config.dtype, layers, known)
+    return Adapters(lora, model, config.dtype, layers, [], False, {}, known)
 
 
 def adapt(chunk: Any, hf_config: PreTrainedConfig, lora: LoraConfig, layers: set[str]) -> None:

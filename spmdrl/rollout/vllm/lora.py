@@ -39,6 +39,16 @@ def check_adapter(lora: LoraConfig, config: RolloutConfig, hf: Any) -> None:
             f"{asked} does not go with rollout.quantization={config.quantization!r}: the base "
             f"would be in FP8 and the adapter not; {remedy}"
         )
+    if lora.use_dora:
+        raise ConfigError(
+            f"{asked}: vLLM's layers have no memory for the magnitudes of actor.lora.use_dora; "
+            f"{remedy}"
+        )
+    if lora.quantization is not None:
+        raise ConfigError(
+            f"{asked} with actor.lora.quantization={lora.quantization!r}: vLLM would be sent a "
+            f"base that is rounded to 4 bits, in {config.dtype}; {remedy}"
+        )
     if config.speculative:
         raise ConfigError(f"{asked} was not tried with rollout.speculative; {remedy}")
     untried = untried_layers(hf)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from spmdrl.config import TrainConfig, checkpointing_of
+from spmdrl.engines.fsdp.quantized_base import BYTES
 from spmdrl.engines.megatron.layout import num_experts, stage_layers
 from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.engines.stored_dtype import DTYPES
@@ -20,6 +21,7 @@ from spmdrl.training.checks.model_shape import (
     adapter_parameters,
     optimizer_bytes,
     parameters_in,
+    quantized_weights,
     shape_of,
 )
 from spmdrl.training.checks.pass_memory import (
@@ -186,7 +188,9 @@ def adapters_memory(
     value_head = shape.text.hidden_size + 1 if shape.kind == "value" else 0
     frozen, learnt = shape.count - value_head, adapter_parameters(shape, role) + value_head
     adapters = learnt * 4 / sharers / GIB
-    base = frozen * DTYPES[role.dtype].itemsize / sharers / GIB
+    quantized, _ = quantized_weights(shape, role)  # each rank holds all of these
+    base = (frozen - quantized) * DTYPES[role.dtype].itemsize / sharers / GIB
+    base += quantized * BYTES / GIB
     moments = 2 * adapters * (0.27 if role.optim.name == "adamw8bit" else 1)  # codes and scales
     step = 0.0 if steps_fused(role, on_gpu) else adapters
     return Memory(

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spmdrl.config import TrainConfig
 from spmdrl.engines.fsdp.classifier import classifier_config, meta_classifier
 from spmdrl.engines.fsdp.experts import expert_modules
-from spmdrl.engines.fsdp.lora import adapter_count
+from spmdrl.engines.fsdp.lora import adapted_weights, adapter_count
 from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.fsdp.optimizers import state_bytes
 from spmdrl.hub.hf_folder import load_hf_config, meta_model, sees_images, towers
@@ -103,6 +103,25 @@ def optimizer_bytes(shape: ModelShape, name: str) -> float:
         # of a critic too, whose head is another
         shape.known[name] = whole * shape.count / parameters_in(shape.shell)
     return shape.known[name]
+
+
+def layers_in_float32(shape: ModelShape, role: TrainConfig) -> int:
+    """Returns the weights of the largest layer, of which DoRA measures the rows in float32; 0
+    without it.
+    """
+    if role.lora is None or not role.lora.use_dora:
+        return 0
+    return max(adapted_weights(shape.hf, role), default=0)
+
+
+def quantized_weights(shape: ModelShape, role: TrainConfig) -> tuple[int, int]:
+    """Returns how many weights of a role's base are held in 4 bits (lora.quantization), and how
+    many the largest of these layers has.
+    """
+    if role.lora is None or role.lora.quantization is None:
+        return 0, 0
+    weights = adapted_weights(shape.hf, role)
+    return sum(weights), max(weights)
 
 
 def adapter_parameters(shape: ModelShape, role: TrainConfig) -> int:

@@ -16,7 +16,7 @@ from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.layout import moe_layers, settings_of
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import head_size, layer_size
-from spmdrl.training.checks.model_shape import ModelShape
+from spmdrl.training.checks.model_shape import ModelShape, layers_in_float32, quantized_weights
 
 # of what a layer keeps of its forward pass; examples/bench/activations.py measures the ratios
 KEPT_SHARE = {False: 1.0, "selective": 20 / 34}
@@ -72,7 +72,8 @@ def fsdp_pass(
         root=root,
         head=head_bytes(shape, tokens, trained, on_gpu),
         units=layer_bytes(role, shape, width, learns, sharers)
-        - (shape.layer * width if once else 0),
+        - (shape.layer * width if once else 0)
+        + 4 * layers_in_float32(shape, role) * trained,
         end=end,
     )
 
@@ -84,7 +85,9 @@ def layer_bytes(
     its own alone, which it gathers from the ranks that share these.
     """
     if role.expert_parallel == 1:
-        return unit_bytes(shape.layer, width, learns, sharers)
+        quantized, largest = quantized_weights(shape, role)  # one is dequantised at a time
+        layer = max(0.0, shape.layer - quantized / len(shape.language_layers))
+        return unit_bytes(layer, width, learns, sharers) + largest * width
     experts = shape.layer_experts / role.expert_parallel
     dense = unit_bytes(shape.layer - shape.layer_experts, width, learns, sharers)
     return dense + unit_bytes(experts, width, learns, sharers // role.expert_parallel)
