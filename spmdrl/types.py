@@ -116,8 +116,9 @@ class Sample:
     invalid: str | None = None  # why there is no reward: the traceback or the time limit
     reward_info: dict[str, float] = field(default_factory=dict)  # further numbers to be logged
     pred: str | None = None  # what the reward function read as the answer, if it says so
-    # with actor.router_replay: as Completion.routed_experts
+    # with actor.router_replay, and with rollout.keep_sampling_mask: as those of a Completion
     routed_experts: np.ndarray | None = field(default=None, compare=False)
+    support_ids: np.ndarray | None = field(default=None, compare=False)
     agent_output: Any = None  # with an agent: what it returned
     # of an agent's row: which of the trajectory's turns it has, in the order of their answers
     turn_numbers: list[int] = field(default_factory=list)
@@ -223,6 +224,8 @@ class Batch:
     # (num_tokens, num_moe_layers, top_k) uint8 or int16, with actor.router_replay: the experts that
     # each token was sent to while it was sampled; any where nobody knows
     routed_experts: Tensor | None = None
+    # (num_tokens, width) int32, with rollout.keep_sampling_mask: as of a Sample, -1 where masked
+    support_ids: Tensor | None = None
     # (num_tokens,) int64, with multi_turn.max_images: where an image of a reply begins, its number
     # (data/reply_images.py); 0 elsewhere
     reply_images: Tensor | None = None

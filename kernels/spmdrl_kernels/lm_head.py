@@ -113,8 +113,9 @@ def lm_head_gathered(
 ) -> Found:
     """Log-probability of each target, entropy (nats), and log-probabilities of `ids`.
 
-    ids: (rows, k) int64, the ids of a row all different. The third result is (rows, k), and
-    gradients flow from it, too, to hidden, weight and bias. Beside it the memory is that of
+    ids: (rows, k) int64, the ids of a row all different but for -1, which gives NaN, through which
+    no gradient may flow. The third result is (rows, k), and gradients flow from it, too, to hidden,
+    weight and bias. Beside it the memory is that of
     `lm_head_logprobs`, which has the other arguments and results: k numbers a row, never a row's
     whole vocabulary.
     """

@@ -21,15 +21,18 @@ ATTENTION_TOKENS = 4096  # at this length attention costs as much as everything 
 
 def pack_samples(
     samples: list[Sample], keys: Sequence[str] = (), per_turn: bool = False,
-    routing: Routing | None = None,
+    routing: Routing | None = None, support_width: int = 0,
 ) -> Batch:  # fmt: skip
     """One Batch of all samples, in order. Tokens of an invalid sample are masked from the loss.
 
     keys: which of the samples' rewards_by_key are wanted; per_turn: whether their turn_rewards are;
-    routing: of the experts, where the samples' routed_experts are.
+    routing: of the experts, where the samples' routed_experts are. support_width: columns of the
+    samples' support_ids; 0: these are not wanted.
     """
     lens = torch.tensor([s.num_tokens for s in samples], dtype=torch.int64)
-    batch = empty_batch(lens, len(keys), per_turn=per_turn, routing=routing)
+    batch = empty_batch(
+        lens, len(keys), per_turn=per_turn, routing=routing, support_width=support_width
+    )
     tokens: list[int] = []
     mask: list[float] = []
     logprobs: list[float] = []
@@ -63,7 +66,21 @@ def pack_samples(
     if batch.routed_experts is not None:
         for sample, start in zip(samples, batch.cu_seqlens.tolist(), strict=False):
             add_routed_experts(batch, sample, start)
+    if batch.support_ids is not None:
+        add_support_ids(batch, samples)
     return batch
+
+
+def add_support_ids(batch: Batch, samples: Sequence[Sample]) -> None:
+    """samples: those of the batch, in its order."""
+    assert batch.support_ids is not None
+    for sample, end in zip(samples, batch.cu_seqlens[1:].tolist(), strict=True):
+        if sample.invalid is None:
+            ids = torch.tensor(sample.support_ids)
+            batch.support_ids[end - len(ids) : end] = ids
+    trained = batch.loss_mask > 0
+    here = (batch.support_ids == batch.token_ids[:, None]).any(1)
+    assert here[trained].all(), "a token is not among those that it was drawn from"
 
 
 def add_routed_experts(batch: Batch, sample: Sample, start: int) -> None:
@@ -106,12 +123,13 @@ def turn_rewards_by_token(sample: Sample) -> list[float]:
 
 def empty_batch(
     seq_lens: Tensor, num_keys: int = 0, without: Sequence[str] = (), per_turn: bool = False,
-    routing: Routing | None = None, reply_images: bool = False,
+    routing: Routing | None = None, reply_images: bool = False, support_width: int = 0,
 ) -> Batch:  # fmt: skip
     """A Batch of zeros whose sequences have the given lengths, (num_seqs,) int64.
 
     without: per-token fields that are to be set by the caller. per_turn: with turn_rewards.
-    routing: with routed_experts, which nobody knows. reply_images: with these.
+    routing: with routed_experts, which nobody knows. reply_images: with these. support_width: with
+    support_ids of so many columns, if any.
     """
     num_tokens, num_seqs = int(seq_lens.sum()), len(seq_lens)
     tokens = {name: 0 if name in without else num_tokens for name in TOKEN_FIELDS}
@@ -134,6 +152,11 @@ def empty_batch(
         routed_experts=None if routing is None else routing.unknown(tokens["routed_experts"]),
         reply_images=(
             torch.zeros(tokens["reply_images"], dtype=torch.int64) if reply_images else None
+        ),
+        support_ids=(
+            torch.full((tokens["support_ids"], support_width), -1, dtype=torch.int32)
+            if support_width
+            else None
         ),
     )
 

@@ -169,19 +169,23 @@ else:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_gathered_columns(dtype):
         """In two chunks of columns; targets are among the columns of some rows. Columns that add
-        and rows that take off much leave little, where the teacher's tail is the student's."""
+        and rows that take off much leave little, where the teacher's tail is the student's. Rows
+        have places of -1, through which nothing flows."""
         hidden, weight, bias, targets, up = case(0, 33, 40, 130, dtype, True)
         ids = torch.rand(33, 130, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :9]
+        ids[::3, -2:] = -1
         ids, scale = ids.to(DEVICE), torch.linspace(-3, 9, 9, device=DEVICE, dtype=torch.float64)
 
         def gathered(function, dtype):
             leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight, bias)]
-            found = function(*leaves)
+            *found, columns = function(*leaves)
+            found.append(columns.masked_fill(ids < 0, 0.0))
             loss = (up[0] * found[0] + up[1] * found[1]).sum() + (found[2] * scale).sum()
             return [*(t.detach() for t in found), *torch.autograd.grad(loss, leaves)]
 
         def ours(h, w, b):
             found = lm_head_all(h, w, targets, 0.7, b, 3.0, 33 * 64 * 2, tiles=SMALL, ids=ids)
+            assert torch.equal(found[5].isnan(), ids < 0)
             return found[0], found[1], found[5]
 
         def theirs(h, w, b):
@@ -189,7 +193,8 @@ else:
             logits = logits if logits.dtype == torch.float64 else logits.float()
             log_p = torch.log_softmax(3.0 * torch.tanh(logits / 3.0) / 0.7, -1)
             entropy = -(log_p.exp() * log_p).sum(-1)
-            return log_p.gather(1, targets[:, None])[:, 0], entropy, log_p.gather(1, ids)
+            columns = log_p.gather(1, ids.clamp(min=0))
+            return log_p.gather(1, targets[:, None])[:, 0], entropy, columns
 
         results = gathered(ours, dtype), gathered(theirs, torch.float64), gathered(theirs, dtype)
         for i, (got, want, other) in enumerate(zip(*results, strict=True)):

@@ -325,7 +325,7 @@ class FsdpEngine:
         found = self.module(
             mine.token_ids, mine.positions, packing, mine.states, mine.targets,
             temperature, pi_squared, image_inputs(inputs, images, self.team),
-            top_k, mine.teacher_ids if teacher else None,
+            top_k, mine.teacher_ids if teacher else None, mine.support_ids,
         )  # fmt: skip
         return tuple(whole(part, mine.rows, mb, self.team) for part in found)
 

@@ -63,18 +63,19 @@ class TokenPolicy(nn.Module):
         self, token_ids: Tensor, position_ids: Tensor, packing: Packing, states: Tensor,
         targets: Tensor, temperature: float, pi_squared: bool = False,
         scene: ImageInputs | None = None, top_k: int = 0, ids: Tensor | None = None,
+        support: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """token_ids, position_ids: (num_tokens,); states, targets: (n,) positions, token ids.
 
         Returns logprobs, entropy and the sum of squared probabilities (0 unless `pi_squared`), (n,)
         float32 each: of targets[i] as what follows on token states[i]. With top_k or ids, (n, k),
-        there is in place of the third what policy_head.head_results says.
+        there is in place of the third what policy_head.head_results says, which takes support.
         """
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
         head: Any = self.hf.get_output_embeddings()
         return head_results(
             chosen_states(hidden, states), head.weight, targets, temperature / self.logit_factor,
-            pi_squared, top_k, ids, self.lm_head_logprobs,
+            pi_squared, top_k, ids, support, self.lm_head_logprobs,
             bias=getattr(head, "bias", None), softcap=self.softcap,
         )  # fmt: skip
 

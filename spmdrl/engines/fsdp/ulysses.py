@@ -63,6 +63,7 @@ class TokenShard:
     targets: Tensor  # (n,) int64: the ids of `rows`
     routed_experts: Tensor | None = None  # (num_local, num_moe_layers, top_k), as in Batch
     teacher_ids: Tensor | None = None  # (n, k) int64: those of `rows`, as in Batch
+    support_ids: Tensor | None = None  # (n, k) int64: those of `rows`, as in Batch
 
 
 def share_of(
@@ -93,9 +94,16 @@ def share_of(
         further["routed_experts"] = mb.routed_experts[pad(row.tokens, (0, padding))[mine]]
     if mb.teacher_ids is not None:
         further["teacher_ids"] = mb.teacher_ids[rows].long()
+    if mb.support_ids is not None:
+        further["support_ids"] = used_columns(mb.support_ids[rows]).long()
     moved = to_device([*of_tokens, *further.values()], device)
     named = dict(zip(further, moved[len(of_tokens) :], strict=True))
     return TokenShard(lens, prefixes, *moved[: len(of_tokens)], **named)
+
+
+def used_columns(support_ids: Tensor) -> Tensor:
+    """(n, width) -> (n, k): without the last columns, which hold -1 alone; one stays."""
+    return support_ids[:, : max(1, int((support_ids >= 0).any(0).sum()))]
 
 
 def whole(found: Tensor, rows: Tensor, mb: Batch, team: SequenceParallelGroup | None) -> Tensor:

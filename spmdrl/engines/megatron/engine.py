@@ -49,6 +49,7 @@ from spmdrl.engines.micro_batches import (
     token_rows,
 )
 from spmdrl.engines.policy_head import (
+    asked_ids,
     head_results,
     num_columns,
     policy_stats,
@@ -335,13 +336,11 @@ class MegatronEngine:
             bias = None if head.bias is None else head.bias.detach()
             head = replace(head, weight=head.weight.detach(), bias=bias)
         states = self.chosen_states(inputs, hidden)
-        targets = mb.token_ids[inputs.chosen[inputs.local]]
-        ids = None
-        if teacher and mb.teacher_ids is not None:
-            ids = mb.teacher_ids[inputs.chosen[inputs.local]].long()
+        rows = inputs.chosen[inputs.local]
         stats = head_results(
-            states.to(head.weight.dtype), head.weight, targets, temperature, pi_squared, top_k, ids,
-            bias=head.bias, softcap=head.softcap, group=head.group, first_row=head.first_row,
+            states.to(head.weight.dtype), head.weight, mb.token_ids[rows], temperature, pi_squared,
+            top_k, *asked_ids(mb, rows, teacher), bias=head.bias, softcap=head.softcap,
+            group=head.group, first_row=head.first_row,
         )  # fmt: skip
         return tuple(self.everywhere(inputs, found) for found in stats)
 
