@@ -48,6 +48,7 @@ from spmdrl.config.rollout import (
     RolloutConfig,
     ServeConfig,
     is_eager,
+    support_width,
 )
 from spmdrl.config.run import (
     REPLACED,
@@ -116,4 +117,5 @@ __all__ = [
     "checkpointing_of",
     "is_eager",
     "require",
+    "support_width",
 ]

@@ -17,13 +17,17 @@ class RolloutConfig:
     n: int = 8  # samples per prompt
     temperature: float = 1.0
     # below 1, like top_k, min_p, min_tokens and repetition_penalty, samples from another policy:
-    # needs algo.correction
+    # needs algo.correction or keep_sampling_mask
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # tokens less likely than this times the likeliest are not drawn; 0: off
     # logits of tokens that prompt or answer have are divided by this where they are above 0, else
     # multiplied; 1: off
     repetition_penalty: float = 1.0
+    # record which tokens top_k, top_p, min_p and min_tokens left when each token was drawn;
+    # log-probabilities and entropy of all policies are then of these tokens alone. Needs top_k.
+    # docs/correction.md
+    keep_sampling_mask: bool = False
     min_tokens: int = 0
     max_tokens: int = 1024
     stop: tuple[str, ...] = ()
@@ -61,6 +65,13 @@ class RolloutConfig:
 def is_eager(rollout: RolloutConfig, on_gpu: bool, strict: bool = False) -> bool:
     """Returns what enforce_eager means where the engine runs. strict: of the run."""
     return strict or (not on_gpu if rollout.enforce_eager == "auto" else rollout.enforce_eager)
+
+
+def support_width(rollout: RolloutConfig) -> int:
+    """Returns for how many token ids a token's support has room, 0 where none is recorded. More
+    than top_k are left where logits are equal, as many are in bfloat16.
+    """
+    return 2 * rollout.top_k if rollout.keep_sampling_mask else 0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def pack(answers: Mapping[int, Completion]) -> bytes:
 
     num_answers, words of JSON, then (position, reason, length) of each, then the JSON of their
     replies, then the token ids, versions and logprobs (the bits of float32) of all of them, end to
-    end. Behind that the routed experts, if there are any: see pack_experts.
+    end. Behind that the routed experts and the supports, if there are any: see pack_rows.
     """
     replies = [answer.replies for answer in answers.values()]
     text = json.dumps(replies).encode() if any(replies) else b""
@@ -35,7 +35,7 @@ def pack(answers: Mapping[int, Completion]) -> bytes:
         np.array([t for a in answers.values() for t in a.token_ids], np.int32),
         np.array([v for a in answers.values() for v in a.versions], np.int32),
         np.array([x for a in answers.values() for x in a.logprobs], np.float32).view(np.int32),
-        pack_experts([answer.routed_experts for answer in answers.values()]),
+        *packed_arrays(list(answers.values())),
     ]
     return np.concatenate(parts).tobytes()
 
@@ -49,49 +49,62 @@ def unpack(packed: bytes) -> dict[int, Completion]:
     ends = head[:, 2].cumsum()
     behind = start + size + 3 * int(head[:, 2].sum())
     body = words[start + size : behind].reshape(3, -1)
-    experts = unpack_experts(words[behind:], count)
+    experts, words = unpack_rows(words[behind:], count)
+    supports, _ = unpack_rows(words, count)
     answers = {}
-    for (position, reason, length), end, said, routed in zip(
-        head.tolist(), ends.tolist(), replies, experts, strict=True
+    for (position, reason, length), end, said, routed, support in zip(
+        head.tolist(), ends.tolist(), replies, experts, supports, strict=True
     ):
         tokens, versions, logprobs = body[:, end - length : end]
         answers[position] = Completion(
             tokens.tolist(), logprobs.view(np.float32).tolist(), REASONS[reason],
-            versions.tolist(), list(said), routed,
+            versions.tolist(), list(said), routed, None if support is None else support[:, 0],
         )  # fmt: skip
     return answers
 
 
-def pack_experts(routed: list[np.ndarray | None]) -> np.ndarray:
-    """Completion.routed_experts of several answers as int32; nothing where none has any.
+def packed_arrays(answers: list[Completion]) -> list[np.ndarray]:
+    experts = [answer.routed_experts for answer in answers]
+    supports = [
+        None if answer.support_ids is None else answer.support_ids[:, None] for answer in answers
+    ]
+    packed = pack_rows(supports)
+    return [pack_rows(experts, leads=len(packed) > 0), packed]
 
-    num_moe_layers, top_k, bytes of a number, then the number of rows of each answer (-1: it has no
-    routed experts), then the rows of all of them, end to end.
+
+def pack_rows(parts: list[np.ndarray | None], leads: bool = False) -> np.ndarray:
+    """Rows of several answers, (num_rows, a, b) uint8, int16 or int32 each, as int32; nothing where
+    none has any, unless more is to follow (`leads`).
+
+    a, b, bytes of a number, then the number of rows of each answer (-1: it has none), then the rows
+    of all of them, end to end.
     """
-    known = [rows for rows in routed if rows is not None]
-    if not known:
+    known = [rows for rows in parts if rows is not None]
+    if not known and not leads:
         return np.zeros(0, np.int32)
-    head = [*known[0].shape[1:], known[0].itemsize]
-    head += [-1 if rows is None else len(rows) for rows in routed]
+    head = [*known[0].shape[1:], known[0].itemsize] if known else [0, 0, 1]
+    head += [-1 if rows is None else len(rows) for rows in parts]
     data = b"".join(rows.tobytes() for rows in known)
     data += bytes(-len(data) % 4)
     return np.concatenate([np.array(head, np.int32), np.frombuffer(data, np.int32)])
 
 
-def unpack_experts(words: np.ndarray, count: int) -> list[np.ndarray | None]:
-    """Returns what was given to pack_experts. count: of the answers."""
+def unpack_rows(words: np.ndarray, count: int) -> tuple[list[np.ndarray | None], np.ndarray]:
+    """Returns what was given to pack_rows, and the words behind it. count: of the answers."""
     if not len(words):
-        return [None] * count
-    num_layers, top_k, itemsize = words[:3].tolist()
+        return [None] * count, words
+    a, b, itemsize = words[:3].tolist()
     counts = words[3 : 3 + count]
     num_rows = int(counts.clip(min=0).sum())
-    numbers = words[3 + count :].view(np.uint8 if itemsize == 1 else np.int16)
-    rows = numbers[: num_rows * num_layers * top_k].reshape(num_rows, num_layers, top_k)
+    size = -(-num_rows * a * b * itemsize // 4)
+    numbers = words[3 + count :][:size].view(f"i{itemsize}" if itemsize > 1 else np.uint8)
+    rows = numbers[: num_rows * a * b].reshape(num_rows, a, b)
     ends = counts.clip(min=0).cumsum()
-    return [
+    parts = [
         None if rows_of < 0 else rows[end - rows_of : end]
         for rows_of, end in zip(counts.tolist(), ends.tolist(), strict=True)
     ]
+    return parts, words[3 + count + size :]
 
 
 def share(answers: Mapping[int, Completion], topology: Topology) -> dict[int, Completion]:
@@ -108,5 +121,5 @@ def resume(request: Request, begun: Completion) -> Request:
     return replace(
         request, response_ids=begun.token_ids, logprobs=begun.logprobs, versions=begun.versions,
         replies=begun.replies, awaits_reply=begun.finish_reason == "stop",
-        routed_experts=begun.routed_experts,
+        routed_experts=begun.routed_experts, support_ids=begun.support_ids,
     )  # fmt: skip

@@ -35,6 +35,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    support_width: int = 0  # columns of Completion.support_ids; 0: answers have none
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Request:
     home: int | None = None  # the number of the engine where its agent runs; None: it has none yet
     # as Completion.routed_experts
     routed_experts: np.ndarray | None = field(default=None, compare=False)
+    # as Completion.support_ids
+    support_ids: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def num_earlier(self) -> int:
@@ -78,7 +81,7 @@ class Request:
         """The part of the answer that is there."""
         return Completion(
             list(self.response_ids), list(self.logprobs), "stop" if self.awaits_reply else "abort",
-            list(self.versions), list(self.replies), self.routed_experts,
+            list(self.versions), list(self.replies), self.routed_experts, self.support_ids,
         )  # fmt: skip
 
     def limit(self, params: SamplingParams) -> int:
@@ -106,6 +109,10 @@ class Completion:
     # that the first num_rows tokens of prompt and answer were sent to when they were computed. The
     # last token, which no pass has been given, has no row, nor has a reply that is not answered
     routed_experts: np.ndarray | None = field(default=None, compare=False)
+    # (num_tokens, support_width) int32, where they are asked for: the ids among which each token
+    # was drawn, ascending, -1 behind the last. -1 alone where the token was not chosen, or where
+    # there are more ids than columns
+    support_ids: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -121,11 +128,14 @@ class Answer:
     # parts of Completion.routed_experts, in order; none where the engine does not return them
     routed_experts: list[np.ndarray] = field(default_factory=list)
     num_routed: int = 0  # their rows
+    supports: list[np.ndarray] = field(default_factory=list)  # rows of Completion.support_ids
 
     @classmethod
     def begin(cls, request: Request, params: SamplingParams) -> Answer:
         begun = list(request.response_ids), list(request.logprobs), list(request.versions)
         answer = cls(request, params, *begun)
+        if params.support_width and request.support_ids is not None:
+            answer.supports = list(request.support_ids)
         if request.routed_experts is not None:
             answer.add_routed(request.routed_experts, len(request.routed_experts))
         return answer
@@ -145,7 +155,21 @@ class Answer:
             self.token_ids, self.logprobs, self.finish_reason or "abort", self.versions,
             list(self.request.replies),
             np.concatenate(self.routed_experts) if self.routed_experts else None,
+            support_rows(self.supports, self.params.support_width),
         )  # fmt: skip
+
+
+def support_rows(supports: Sequence[np.ndarray], width: int) -> np.ndarray | None:
+    """Completion.support_ids of as many tokens; None for width 0. supports: the ids of each token,
+    which may have -1 behind them.
+    """
+    if width == 0:
+        return None
+    rows = np.full((len(supports), width), -1, np.int32)
+    for row, ids in zip(rows, supports, strict=True):
+        if len(ids) <= width:
+            row[: len(ids)] = ids
+    return rows
 
 
 class RolloutEngine(Protocol):

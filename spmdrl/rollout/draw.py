@@ -23,8 +23,9 @@ def draw(
     seeds: Tensor,
     lengths: Tensor,
     log_softmax: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """logits (num_rows, vocab) float32 -> tokens (num_rows,) int64 and their logprobs (num_rows,).
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """logits (num_rows, vocab) float32 -> tokens (num_rows,) int64, their logprobs (num_rows,) and,
+    with params.support_width, among which ids they were drawn, as support_of gives them.
 
     seeds: (num_rows,) int64, those of the requests after rng.mix. lengths: (num_rows,) int64, how
     many tokens stand before the new one. A token depends on its row's logits, seed and length
@@ -35,7 +36,21 @@ def draw(
     if params.temperature > 0:
         noise = gumbel(mix(seeds + lengths), logits.shape[1])
     tokens = (logprobs + noise).argmax(-1)
-    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+    support = support_of(logprobs, params.support_width) if params.support_width else None
+    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1), support
+
+
+def support_of(logprobs: Tensor, width: int) -> Tensor:
+    """(num_rows, vocab) log-probabilities -> (num_rows, width) int32, the ids whose probability is
+    not 0, ascending, -1 behind the last; -1 alone where there are more than `width`.
+    """
+    rows, ids = (logprobs > float("-inf")).nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=len(logprobs))
+    columns = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    fits = counts[rows] <= width
+    found = logprobs.new_full((len(logprobs), width), -1, dtype=torch.int32)
+    found[rows[fits], columns[fits]] = ids[fits].int()
+    return found
 
 
 def penalise(logits: Tensor, sequences: Sequence[Iterable[int]], penalty: float) -> None:

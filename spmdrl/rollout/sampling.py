@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from spmdrl.config import PpoConfig, RolloutConfig
+from spmdrl.config import PpoConfig, RolloutConfig, support_width
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.agents.pool import AgentPool, AgentTask
 from spmdrl.rollout.agents.samples import trajectory_sample
@@ -37,13 +38,16 @@ def training_params(config: RolloutConfig) -> SamplingParams:
         ignore_eos=config.ignore_eos,
         min_p=config.min_p,
         repetition_penalty=config.repetition_penalty,
+        support_width=support_width(config),
     )
 
 
 def greedy_params(config: RolloutConfig) -> SamplingParams:
     """Returns the same stops and lengths, with the most likely token each time."""
-    own = training_params(config)
-    return replace(own, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+    return replace(
+        training_params(config),
+        temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, support_width=0,
+    )  # fmt: skip
 
 
 def evaluation_params(config: PpoConfig) -> SamplingParams:
@@ -173,19 +177,22 @@ def as_sample(question: SampleRequest, completion: Completion, texts: list[str])
     """texts: of the policy's turns."""
     messages = messages_of(completion, texts)
     failed = completion.finish_reason == "error"
+    mask, support_ids = loss_mask_of(completion), completion.support_ids
+    invalid = f"the environment: {messages[-1]['content']}" if failed else None
     return Sample(
         prompt=question.prompt,
         group=question.group,
         index=question.index,
         response_ids=completion.token_ids,
         rollout_logprobs=completion.logprobs,
-        loss_mask=loss_mask_of(completion),
+        loss_mask=mask,
         policy_version=completion.versions,
         finish_reason=completion.finish_reason,
         response=texts[-1],
         messages=messages,
-        invalid=f"the environment: {messages[-1]['content']}" if failed else None,
+        invalid=invalid or lost_support(support_ids, mask),
         routed_experts=completion.routed_experts,
+        support_ids=support_ids,
     )
 
 
@@ -195,9 +202,24 @@ def loss_mask_of(answer: Completion) -> list[int]:
     return [int(version != NOT_CHOSEN) for version in answer.versions]
 
 
+def lost_support(support_ids: np.ndarray | None, loss_mask: list[int]) -> str | None:
+    """Returns why an answer cannot be trained on whose tokens were drawn among more ids than there
+    is room for; None where all are known, or none is wanted. Both are those of a Sample.
+    """
+    if support_ids is None:
+        return None
+    lost = np.array(loss_mask) * (support_ids[:, 0] < 0)
+    if not lost.any():
+        return None
+    return (
+        f"rollout.keep_sampling_mask: {int(lost.sum())} tokens were drawn among more than "
+        f"{support_ids.shape[1]} ids, twice rollout.top_k: as many logits were equal"
+    )
+
+
 def completion_of(sample: Sample) -> Completion:
     """Returns the completion of which as_samples makes the same sample."""
     return Completion(
         sample.response_ids, sample.rollout_logprobs, sample.finish_reason, sample.policy_version,
-        replies_of(sample.messages), sample.routed_experts,
+        replies_of(sample.messages), sample.routed_experts, sample.support_ids,
     )  # fmt: skip

@@ -58,6 +58,7 @@ class EngineSpec:
     quantizes: bool = False  # takes rollout.quantization
     takes_engine_args: bool = False  # takes rollout.engine_args
     speculates: bool = False  # takes rollout.speculative
+    records_supports: bool = False  # takes rollout.keep_sampling_mask
     spreads_experts: bool = False  # takes rollout.expert_parallel
     starts_blank: bool = False  # can be built without weights, its buffers right all the same
     share_has_passes: bool = True  # gpu_memory_utilization is of its passes and graphs too

@@ -46,7 +46,7 @@ def test_what_is_left_of_a_distribution(params):
     left = torch.isfinite(got).sum(1)
     assert 1 <= int(left.min()) < 30
     seeds = torch.arange(20)
-    tokens, logprobs = draw(logits, params, seeds, seeds, LOG_SOFTMAX)
+    tokens, logprobs, _ = draw(logits, params, seeds, seeds, LOG_SOFTMAX)
     torch.testing.assert_close(logprobs, want[torch.arange(20), tokens])
 
 
@@ -68,6 +68,6 @@ def test_greedy_answers_heed_the_penalty_alone():
     logits = torch.tensor([[3.0, 2.5, -1.0]])
     params = SamplingParams(temperature=0.0, min_p=0.9, repetition_penalty=2.0)
     penalise(logits, [[0]], params.repetition_penalty)
-    token, logprob = draw(logits, params, torch.tensor([1]), torch.tensor([1]), LOG_SOFTMAX)
+    token, logprob, _ = draw(logits, params, torch.tensor([1]), torch.tensor([1]), LOG_SOFTMAX)
     assert token.tolist() == [1]
     assert float(logprob) == pytest.approx(float(torch.tensor([1.5, 2.5, -1.0]).log_softmax(-1)[1]))

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -457,6 +458,40 @@ def test_vllm_still_lets_others_hear_which_experts_a_router_chooses(engine: Vllm
     assert not heard
     assert "self.capture_fn(topk_ids)" in inspect.getsource(BaseRouter)
     assert "self.router" in inspect.getsource(MoERunner)
+
+
+# ---- the tokens that sampling left
+
+
+def test_vllm_still_returns_sampling_masks_as_the_kept_ids_of_each_token() -> None:
+    """Its second model runner does, on GPUs: the numbers here are vLLM's own objects, on a CPU."""
+    from vllm import EngineArgs
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.worker.gpu.sample import sampler
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    ids = torch.tensor([[3, 8, 0], [5, 0, 0], [0, 0, 0]], dtype=torch.int32)
+    bits = torch.zeros(3, 2, dtype=torch.uint8)
+    bits[2] = torch.tensor([0b10110000, 0b11])  # more than the row of ids has room for
+    made = SamplingMaskTensors(ids, bits, torch.tensor([2, 1, 5], dtype=torch.int32), 10).tolists()
+    found = [
+        compat.returned_supports(
+            EngineCoreOutput("1", [7] * count, new_sampling_mask=made.slice_request(row, count))
+        )
+        for row, count in ((0, 1), (2, 1), (0, 3))
+    ]
+    want = [[[3, 8]], [[4, 5, 7, 8, 9]], [[3, 8], [5], [4, 5, 7, 8, 9]]]
+    assert [[ids.tolist() for ids in tokens] for tokens in found] == want
+    assert found[2][0].dtype == np.int32
+    assert not inspect.signature(EngineArgs).parameters["return_sampling_mask"].default
+    called = inspect.getsource(sampler.Sampler.__call__)
+    assert "if self.return_sampling_mask:" in called and "processed_logits" in called
+    own = SimpleNamespace(return_sampling_mask=True)
+    runner = SimpleNamespace(
+        driver_worker=SimpleNamespace(model_runner=SimpleNamespace(sampler=own))
+    )
+    compat.return_supports(SimpleNamespace(model_executor=runner), False)
+    assert own.return_sampling_mask is False
 
 
 def test_vllm_still_keeps_the_scale_of_scores_and_a_table_of_rotations(engine: VllmEngine) -> None:

@@ -207,7 +207,8 @@ class HfEngine:
                 **hf_strict.padding_of(self.model, cohort.mask),
             ).logits[:, -1]
             self.note_routed(cohort)
-        tokens, logprobs = self.draw(logits.float(), cohort)
+        tokens, logprobs, support = self.draw(logits.float(), cohort)
+        supports = None if support is None else support.cpu().numpy()
         cohort.tokens = tokens[:, None]
         cohort.mask = torch.cat([cohort.mask, torch.ones_like(cohort.tokens)], 1)
         ended, going = [], []
@@ -218,6 +219,8 @@ class HfEngine:
             if answer is None:
                 continue
             self.stops.note(answer, token, logprob, self.policy_version)
+            if supports is not None:
+                answer.supports.append(supports[row])
             if answer.finish_reason is None:
                 going.append(row)
             else:
@@ -241,8 +244,8 @@ class HfEngine:
             if id in self.answers:
                 self.answers[id].add_routed(routed, end)
 
-    def draw(self, logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
-        """logits (num_rows, vocab) float32 -> tokens, logprobs (num_rows,)."""
+    def draw(self, logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor, Tensor | None]:
+        """logits (num_rows, vocab) float32 -> tokens, logprobs (num_rows,), supports."""
         params, answers = cohort.params, [self.answers.get(id) for id in cohort.ids]
         self.stops.forbid(logits, answers, params)
         penalise(logits, [sequence(a) if a else () for a in answers], params.repetition_penalty)

@@ -72,6 +72,7 @@ SPEC = EngineSpec(
     starts_blank=True,
     leaves_towers=True,
     keeps_floats=True,
+    records_supports=True,
     mixes_dtypes=True,
     holds_frozen=True,  # its weights go to the host, and come back
     read_pass=read_pass,

@@ -16,6 +16,8 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from spmdrl.config import PpoConfig
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.table_files import BadRow
@@ -282,6 +284,7 @@ class TurnHandler(NoCalls):
             turn.token_ids + ids, turn.logprobs + [0.0] * len(ids), "abort",
             turn.versions + [NOT_CHOSEN] * len(ids),
             [*turn.replies, json.dumps([*records, *messages])], turn.routed_experts,
+            with_reply(turn.support_ids, len(ids)),
         )  # fmt: skip
 
     def give_up(self) -> dict[int, Completion]:
@@ -292,6 +295,13 @@ class TurnHandler(NoCalls):
         left = {i: pending.turn for i, pending in self.pending.items()}
         self.pending.clear()
         return left
+
+
+def with_reply(support_ids: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
+    """Completion.support_ids with the tokens of a reply behind the others: nobody drew them."""
+    if support_ids is None:
+        return None
+    return np.pad(support_ids, ((0, num_tokens), (0, 0)), constant_values=-1)
 
 
 def failed(turn: Completion, problem: str) -> Completion:

@@ -211,7 +211,7 @@ class SglangEngine:
         penalise(logits, had, params.repetition_penalty)
         seeds = torch.tensor([a.request.seed if a else 0 for a in answers], device=self.device)
         lengths = torch.tensor([length_of(a) for a in answers], device=self.device)
-        return draw(logits, params, mix(seeds), lengths, partial(torch.log_softmax, dim=-1))
+        return draw(logits, params, mix(seeds), lengths, partial(torch.log_softmax, dim=-1))[:2]
 
     def abort(self, ids: Sequence[int]) -> list[Completion]:
         for id in ids:

@@ -388,6 +388,25 @@ def watched_routers(model: nn.Module, note: Callable[[str, Tensor], None]) -> It
 # ---- sampling
 
 
+def returned_supports(output: Any) -> list[np.ndarray]:
+    """Returns the ids among which each new token of a request was drawn, (num_ids,) int32 each.
+    Reads new_sampling_mask of EngineCoreOutput, a SamplingMaskLists of vllm.v1.outputs, whose
+    offsets are None where there is one token.
+    """
+    mask = output.new_sampling_mask
+    if mask.offsets is None:
+        return [mask.token_ids]
+    return np.split(mask.token_ids, mask.offsets[1:-1])
+
+
+def return_supports(core: Any, wanted: bool) -> None:
+    """Sets whether the sampler of vLLM's second model runner, built with return_sampling_mask, says
+    among which ids it draws. It says so of all requests, and a greedy one has the whole vocabulary.
+    Sets return_sampling_mask of vllm.v1.worker.gpu.sample.sampler.Sampler.
+    """
+    model_runner(core).sampler.return_sampling_mask = wanted
+
+
 def mask_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """(num_seqs, vocab) -> the same with -inf where top-k or top-p leaves a token out; may write
     into `logits`. Calls apply_top_k_top_p of vllm.v1.sample.ops.topk_topp_sampler.

@@ -120,6 +120,7 @@ def build_core(
         except (ValueError, TypeError) as error:
             fields = {"engine_args": config.engine_args, "speculative": config.speculative}
             given = [f"rollout.{name}={dict(value)}" for name, value in fields.items() if value]
+            given += ["rollout.keep_sampling_mask=True"] * config.keep_sampling_mask
             if not given or isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"vLLM does not start with {' and '.join(given)}: {error}") from error
@@ -159,6 +160,8 @@ def engine_args(
         moe_backend=moe_backend(hf, on_cpu, in_floats),
         hf_overrides=vllm_fp8.OVERRIDES if config.quantization == "fp8" else overrides,
         enable_return_routed_experts=return_routed_experts,
+        # which vLLM refuses on CPUs: cpu.AddressedNoise does it there
+        return_sampling_mask=config.keep_sampling_mask and not on_cpu,
         speculative_config=speculative_config(config),
         **(cpu_args(hf.get_text_config()) if on_cpu else {}) | dict(config.engine_args) | blank,
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),

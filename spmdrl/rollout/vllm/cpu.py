@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from spmdrl_kernels.linear import linear
 from torch import Tensor, nn
 
 from spmdrl.config import ConfigError
 from spmdrl.rollout.base import WeightMismatch
+from spmdrl.rollout.draw import support_of
 from spmdrl.rollout.rng import mix
 from spmdrl.rollout.vllm import compat
 
@@ -218,6 +220,9 @@ class AddressedNoise:
         self.seeds: dict[str, int] = {}  # by request id, of those that go on
         self.row_ids: list[str] = []
         self.row_seeds = torch.empty(0, dtype=torch.int64)
+        # (width,) by request id, as draw.support_of gives them: of those whose ids are recorded,
+        # that of the token which was drawn last
+        self.supports: dict[str, np.ndarray] = {}
         self.num_drafted: Tensor | int = 0  # by row, tokens behind its sequence that are proposed
         self.log_softmax = partial(torch.log_softmax, dim=-1)  # strict.py has another
         runner.sampler.topk_topp_sampler.forward = self.draw
@@ -231,8 +236,18 @@ class AddressedNoise:
         """
         logits = compat.mask_top_k_top_p(logits, top_k, top_p)
         logprobs = self.log_softmax(logits.float())
+        self.note_supports(logprobs)
         tokens = compat.gumbel_argmax(logits, mix(self.addresses() + self.num_drafted))
         return tokens, logprobs
+
+    def note_supports(self, logprobs: Tensor) -> None:
+        ids = self.runner.input_batch.req_ids
+        rows = [row for row, id in enumerate(ids) if id in self.supports]
+        if not rows:
+            return
+        width = len(self.supports[ids[rows[0]]])
+        found = support_of(logprobs[rows], width).numpy()
+        self.supports |= {ids[row]: support for row, support in zip(rows, found, strict=True)}
 
     def addresses(self) -> Tensor:
         """Returns the address of the noise of each request's next token, (num_seqs,) int64. That of

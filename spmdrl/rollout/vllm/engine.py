@@ -85,6 +85,7 @@ class VllmEngine:
         self.may_sleep = config.sleep
         self.freed_kv_cache: list[tuple[torch.UntypedStorage, int]] = []
         self.is_frozen = frozen
+        self.returns_supports = config.keep_sampling_mask and not self.on_cpu
         self.on_host: list[tuple[torch.UntypedStorage, Tensor]] = []  # weights, while it sleeps
         self.eos_token_ids = eos_token_ids(model)
         self.max_num_seqs, self.policy_version = config.max_num_seqs, 0
@@ -174,6 +175,8 @@ class VllmEngine:
             own.routed_experts_prompt_start = request.num_routed
             if self.on_cpu:
                 self.noise.seeds[str(id)] = request.seed
+                if params.support_width:
+                    self.noise.supports[str(id)] = np.full(params.support_width, -1, np.int32)
             else:
                 own.seed = seed_of_continuation(request.seed, num_begun)
             asked = self.engine_request(id, [*request.prompt_ids, *request.response_ids], own)
@@ -202,6 +205,9 @@ class VllmEngine:
 
     def forward(self) -> list[tuple[int, Completion]]:
         ended = []
+        if self.returns_supports:
+            wanted = any(answer.params.support_width for answer in self.answers.values())
+            compat.return_supports(self.core, wanted)
         for output in compat.step(self.core):
             id = int(output.request_id)
             answer = self.answers.get(id)
@@ -218,6 +224,8 @@ class VllmEngine:
             answer.token_ids += new
             answer.logprobs += output.new_logprobs.logprobs[: len(new), 0].tolist()
             answer.versions += [self.policy_version] * len(new)
+            if answer.params.support_width and new:
+                answer.supports += self.supports_of(output)[: len(new)]
             if self.expert_layers:
                 self.note_routed(answer, output.routed_experts)
             if answer.finish_reason is not None:
@@ -236,6 +244,12 @@ class VllmEngine:
             if self.detokenizers[id].update([token], stop_terminated=last):
                 return i
         return None
+
+    def supports_of(self, output: Any) -> list[np.ndarray]:
+        """The ids among which each of a request's new tokens was drawn."""
+        if self.on_cpu:
+            return [self.noise.supports[output.request_id]]
+        return compat.returned_supports(output)
 
     def note_routed(self, answer: Answer, rows: np.ndarray | None) -> None:
         """rows: (num_new, num_layers, top_k) uint8 or uint16, of all layers, up to the last token
@@ -256,6 +270,7 @@ class VllmEngine:
         self.detokenizers.pop(id, None)
         if self.on_cpu:
             del self.noise.seeds[str(id)]
+            self.noise.supports.pop(str(id), None)
         return self.answers.pop(id)
 
     def drain(self) -> None:

@@ -118,6 +118,7 @@ SPEC = EngineSpec(
     leaves_towers=True,
     takes_engine_args=True,
     speculates=True,
+    records_supports=True,
     spreads_experts=True,
     holds_frozen=True,
     read_pass=read_pass,
