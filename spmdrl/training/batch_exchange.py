@@ -149,12 +149,14 @@ def receive_batch(
     post: P2PChannel,
     routing: Routing | None = None,
     pictures: dict[int, Picture] | None = None,
+    support_width: int = 0,
 ) -> list[Batch]:
     """This rank's Batch of each mini-batch, sequences by address.
 
     own: what `send_batch` returned; None on a rank that did not sample. A field is put in order
     while the next ones are still under way. routing: of the routed_experts, where they are sent.
-    pictures: those of replies, where they are sent; what arrives is added.
+    pictures: those of replies, where they are sent; what arrives is added. support_width: columns
+    of the support_ids, where they are sent.
     """
     rows = assignment.held(ranks, post.rank)
     makers = assignment.sample_ranks[rows]
@@ -162,6 +164,7 @@ def receive_batch(
         own = empty_batch(
             rows.new_zeros(0), num_keys, per_turn="turn_rewards" in fields, routing=routing,
             reply_images="reply_images" in fields,
+            support_width=support_width if "support_ids" in fields else 0,
         )  # fmt: skip
     senders = [maker for maker in makers.unique().tolist() if maker != post.rank]
     theirs = [rows[makers == sender] for sender in senders]

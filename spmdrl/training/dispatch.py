@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of, reward_keys_of
 from spmdrl.algo.objectives import weighs_pairs
-from spmdrl.config import PpoConfig
+from spmdrl.config import PpoConfig, support_width
 from spmdrl.data.packing import (
     BatchAssignment,
     assign_to_ranks,
@@ -113,10 +113,11 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
                 (assignment, step_info), roles.training.control
             )
         assert assignment is not None
-        num_keys = len(reward_keys_of(roles.config.algo))
+        num_keys, routing = len(reward_keys_of(roles.config.algo)), roles.routing
+        width = support_width(roles.config.rollout)
         batches = {
             ranks: receive_batch(
-                own.get(ranks), assignment, ranks, names, num_keys, post, roles.routing, pictures
+                own.get(ranks), assignment, ranks, names, num_keys, post, routing, pictures, width
             )
             for ranks, names in zip(sets, fields, strict=True)
             if post.rank in ranks
@@ -140,12 +141,20 @@ def fields_of_sets(roles: Roles) -> list[tuple[str, ...]]:
         of_actor = (*of_actor, "routed_experts")
     if roles.reply_images is not None:
         of_actor, asked = (*of_actor, "reply_images"), (*asked, "reply_images")
-    return [of_actor] + [asked] * (len(roles.trainer_ranks) - 1)
+    others = list(roles.trainer_ranks)[1:]
+    found = [of_actor] + [asked] * len(others)
+    if roles.config.rollout.keep_sampling_mask:
+        found[0] = (*of_actor, "support_ids")
+        for i, ranks in enumerate(others, start=1):
+            if roles.ref is not None and ranks == roles.ref.ranks:
+                found[i] = (*asked, "support_ids")
+    return found
 
 
 def empty_batches(roles: Roles, trainer: Trainer, num_mini_batches: int) -> list[Batch]:
     """Returns mini-batches without sequences that have the fields of this trainer's batches."""
     of_samples = trainer.ranks == roles.actor.ranks
+    of_policy = of_samples or (roles.ref is not None and trainer.ranks == roles.ref.ranks)
     nothing = torch.zeros(0, dtype=torch.int64)
     return [
         empty_batch(
@@ -154,6 +163,7 @@ def empty_batches(roles: Roles, trainer: Trainer, num_mini_batches: int) -> list
             per_turn=roles.config.rewards.per_turn and of_samples,
             routing=roles.routing if of_samples else None,
             reply_images=roles.reply_images is not None,
+            support_width=support_width(roles.config.rollout) if of_policy else 0,
         )
         for _ in range(num_mini_batches)
     ]
@@ -175,6 +185,7 @@ def assign_and_pack(
     samples, and what the training ranks are told of the step. Collective over the sampling ranks.
     """
     algo, sampling, per_turn = roles.config.algo, roles.sampling, roles.config.rewards.per_turn
+    width = support_width(roles.config.rollout)
     metrics = sample_metrics(
         [s for s in rollout.all_samples if not s.is_demonstration], sampling,
         penalised=algo.overlong_buffer > 0, replies=has_replies(roles.config), per_turn=per_turn,
@@ -199,7 +210,7 @@ def assign_and_pack(
         samples.sort(key=lambda s: (s.group, s.index))
     batch = None
     if roles.replay is not None:
-        new = pack_samples(samples, reward_keys_of(algo), per_turn, roles.routing)
+        new = pack_samples(samples, reward_keys_of(algo), per_turn, roles.routing, width)
         batch, metrics["filter/kept"] = resample(
             roles.replay.mix(new), roles.config, step, sampling
         )
@@ -223,7 +234,7 @@ def assign_and_pack(
             mine, packing_order(assignment, roles.actor.ranks, roles.post.rank)
         )
         in_order = [samples[i] for i in order.tolist()]
-        batch = pack_samples(in_order, reward_keys_of(algo), per_turn, roles.routing)
+        batch = pack_samples(in_order, reward_keys_of(algo), per_turn, roles.routing, width)
         if roles.reply_images is not None:
             roles.reply_images.mark(batch, in_order)
     return batch, assignment, {"metrics": metrics | rollout.metrics, **rollout.step_info}

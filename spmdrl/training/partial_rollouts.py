@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.checkpoint.safe_load import read_plain
-from spmdrl.config import ConfigError, RolloutConfig
+from spmdrl.config import ConfigError, RolloutConfig, support_width
 from spmdrl.rollout.agents.samples import from_json, to_json
 from spmdrl.rollout.answer_codec import pack, unpack
 from spmdrl.rollout.base import Completion
@@ -124,13 +124,21 @@ class PartialRollouts:
                 continue
             ended = unpack(share["ended"].numpy().tobytes())
             self.samples += as_samples(asked, [ended[i] for i in range(len(asked))], tokenizer)
-        known = [sample.routed_experts for sample in self.samples]
-        known += [q.begun.routed_experts for q in self.questions if q.begun is not None]
-        if replays_experts and any(experts is None for experts in known):
+        known: list[Sample | Completion] = [*self.samples]
+        known += [q.begun for q in self.questions if q.begun is not None]
+        if replays_experts and any(each.routed_experts is None for each in known):
             raise ConfigError(
                 "the checkpoint holds answers begun without actor.router_replay, of which nobody "
                 "knows the experts: leave it out, or drop what was begun with "
                 "--rollout.oversample 1"
+            )
+        widths = {0 if s.support_ids is None else s.support_ids.shape[1] for s in known}
+        width = support_width(self.config)
+        if width and widths - {width}:
+            raise ConfigError(
+                "the checkpoint holds answers begun without rollout.keep_sampling_mask or with "
+                "another rollout.top_k, of which nobody knows among which tokens they were drawn: "
+                "set both as they were, or drop what was begun with --rollout.oversample 1"
             )
 
 

@@ -55,12 +55,12 @@ class ReplayBuffer:
 
     def load(
         self, paths: list[Path], rank: int, world: int, num_keys: int, per_turn: bool,
-        replays_experts: bool = False,
+        replays_experts: bool = False, support_width: int = 0,
     ) -> None:  # fmt: skip
         """Takes this rank's part of what all ranks saved: files rank, rank + world, ...
 
         Raises ConfigError where they were saved with another number of reward keys, or with
-        rewards.per_turn or actor.router_replay the other way.
+        rewards.per_turn or actor.router_replay the other way, or with supports of another width.
         """
         shares = [read_plain(path) for path in paths]
         parts: list[list[dict[str, Tensor]]] = [list(age) for age in zip(*shares, strict=True)]
@@ -83,4 +83,11 @@ class ReplayBuffer:
             raise ConfigError(
                 "the checkpoint's replayed samples were made with another actor.router_replay: "
                 "keep it, or start anew with --resume never"
+            )
+        supports = [batch.support_ids for batch in self.past]
+        if any((0 if ids is None else ids.shape[1]) != support_width for ids in supports):
+            raise ConfigError(
+                "the checkpoint's replayed samples were made with another "
+                "rollout.keep_sampling_mask or rollout.top_k: keep both, or start anew with "
+                "--resume never"
             )

@@ -12,7 +12,7 @@ from typing import Any
 from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.writer import RankState
-from spmdrl.config import ConfigError, PpoConfig
+from spmdrl.config import ConfigError, PpoConfig, support_width
 from spmdrl.distributed.agreement import gather_to_first
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.placement import saved_roles
@@ -341,4 +341,5 @@ def restore_algorithm(roles: Roles, saved: dict[str, Any], folder: Path) -> None
             replayed, sampling.rank, sampling.world, num_keys=len(reward_keys_of(algo)),
             per_turn=roles.config.rewards.per_turn,
             replays_experts=roles.routing is not None,
+            support_width=support_width(roles.config.rollout),
         )  # fmt: skip

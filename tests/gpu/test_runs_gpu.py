@@ -36,6 +36,8 @@ USUAL = ("--rollout.engine", "vllm", "--rollout.dtype", "bfloat16", "--actor.dty
          "--rollout.gpu_memory_utilization", "0.08", "--rollout.kv_cache_mib", "1024",
          "--weights.check", "True", "--steps", "3",
          "--rollout.max_num_seqs", "64")  # fmt: skip
+MASKED = ("--rollout.top_k", "20", "--rollout.top_p", "0.9",
+          "--rollout.keep_sampling_mask", "True", "--eval_every", "1")  # fmt: skip
 CASES: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "eager, without sleep": ("--rollout.enforce_eager", "True", "--rollout.sleep", "False"),
@@ -54,6 +56,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "adapter merged": ("--actor.lora.rank", "8"),
     "adapter apart": ("--actor.lora.rank", "8", "--weights.lora", "adapter"),
     "oversampled": ("--rollout.oversample", "1.5", "--algo.correction.level", "token"),
+    "sampling mask": MASKED,
     "checkpoints": ("--checkpoint.every_steps", "1", "--eval_every", "1"),
     "megatron": ("--actor.engine", "megatron"),
     "hf rollout": ("--rollout.engine", "hf"),

@@ -64,6 +64,7 @@ def whole_rollout() -> RolloutResult:
         sample(2, rows=[row], turn_rewards=[0.5, -1e-9], penalty=-0.5, greedy_reward=math.pi),
     ]
     everyone[0].routed_experts = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
+    everyone[1].support_ids = np.array([[8, -1], [-1, -1], [2, 9]], np.int32)
     return RolloutResult(
         [everyone[2], everyone[0]], 1, everyone, rounds=2, num_sampled=3, num_equal=1,
         metrics={"data/epoch": 0.5},
@@ -86,6 +87,8 @@ def test_samples_come_back_as_they_were(tmp_path):
     assert found.rollout.samples[0] is found.rollout.all_samples[2]
     experts = [each.routed_experts for each in found.rollout.all_samples]
     assert np.array_equal(experts[0], rollout.all_samples[0].routed_experts)
+    supports = [each.support_ids for each in found.rollout.all_samples]
+    assert np.array_equal(supports[1], rollout.all_samples[1].support_ids)
     assert experts[1:] == [None, None]
     others = [f.name for f in dataclasses.fields(rollout) if not f.name.endswith("samples")]
     assert all(getattr(found.rollout, name) == getattr(rollout, name) for name in others)

@@ -389,14 +389,16 @@ def check_correction(config: PpoConfig) -> None:
     if correction.bypass:
         check_bypass(algo)
     rollout, whole = config.rollout, RolloutConfig()
-    names = ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty")
+    cut = () if rollout.keep_sampling_mask else ("top_p", "top_k", "min_p", "min_tokens")
+    names = (*cut, "repetition_penalty")
     cuts = [f"{name}={getattr(rollout, name)}" for name in names
             if getattr(rollout, name) != getattr(whole, name)]  # fmt: skip
     require(
         not cuts or takes_other_samplers(algo),
         f"rollout: {', '.join(cuts)} samples from another policy than the one that is trained: set "
-        "algo.correction=CorrectionConfig(level='token') to weigh for it, or sample from the whole "
-        "distribution (top_p=1, top_k=0, min_p=0, min_tokens=0, repetition_penalty=1)",
+        "algo.correction=CorrectionConfig(level='token') to weigh for it, train on the cut "
+        "distribution (keep_sampling_mask=True), or sample from the whole one (top_p=1, top_k=0, "
+        "min_p=0, min_tokens=0, repetition_penalty=1)",
     )
 
 

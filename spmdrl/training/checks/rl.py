@@ -58,6 +58,7 @@ from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.router_aux_loss import check_router_aux_loss
 from spmdrl.training.checks.router_replay import check_router_replay
 from spmdrl.training.checks.sampler import check_sampler
+from spmdrl.training.checks.sampling_mask import check_sampling_mask
 from spmdrl.training.checks.strict import check_strict, check_strict_model
 from spmdrl.training.checks.turns import check_reply_images, check_turns
 from spmdrl.training.logs.profiler import check_profile
@@ -130,6 +131,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_model(hf, config)
     check_strict(config, hf, hosted)
     check_router_replay(config, hf, hosted)
+    check_sampling_mask(config)
     check_distillation(config, hf, hosted)
     placement = place(config, world)
     check_explain_mismatch(config, hf, placement, hosted)

@@ -16,6 +16,7 @@ from spmdrl.distributed.progress import PROGRESS
 from spmdrl.engines.fsdp.router_replay import routing_of
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.runner import RewardRunner, rewards_of
+from spmdrl.rollout.sampling import lost_support
 from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.build import build_trainers
 from spmdrl.training.checks.rl import require_sound
@@ -205,6 +206,7 @@ def judged_again(
 
 def forget_rewards(sample: Sample) -> None:
     fields = {field.name: field for field in dataclasses.fields(Sample)}
-    for name in ("reward", "invalid", "pred"):
+    for name in ("reward", "pred"):
         setattr(sample, name, fields[name].default)
+    sample.invalid = lost_support(sample.support_ids, sample.loss_mask)
     sample.turn_rewards, sample.reward_info = [], {}

@@ -42,7 +42,9 @@ PLAIN_FIELDS = (
     "model_score", "penalty", "greedy_reward", "invalid", "reward_info", "pred", "turn_numbers",
 )  # fmt: skip
 RESULT_FIELDS = ("num_groups", "rounds", "num_sampled", "num_equal", "metrics")
-NO_EXPERTS = -1  # rows of a sample of which nobody knows the routed experts
+NO_ROWS = -1  # in place of the number of rows of a sample of which nobody knows any
+# Sample's fields of rows, by what their numbers of rows are called in the file
+ROW_ARRAYS = {"routed_experts": "routed_rows", "support_ids": "support_rows"}
 
 
 def packed(rollout: RolloutResult, world: int, num_rows: int) -> bytes:
@@ -69,7 +71,7 @@ def packed(rollout: RolloutResult, world: int, num_rows: int) -> bytes:
         "prompt_ids": joined([prompt.token_ids for prompt in prompts], np.int32),
         "prompt_lens": np.array([len(prompt.token_ids) for prompt in prompts], np.int64),
         "lens": np.array([len(row.response_ids) for row in flat], np.int64),
-        **expert_arrays(flat),
+        **row_arrays(flat),
     }
     for name, (field, dtype) in TOKEN_ARRAYS.items():
         arrays[name] = joined([getattr(row, field) for row in flat], dtype)
@@ -118,13 +120,16 @@ def sample_fields(sample: Sample, prompt: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def expert_arrays(flat: list[Sample]) -> dict[str, np.ndarray]:
-    """Sample.routed_experts of all samples, end to end; {} where none has any."""
-    known = [s.routed_experts for s in flat if s.routed_experts is not None]
-    if not known:
-        return {}
-    rows = [NO_EXPERTS if s.routed_experts is None else len(s.routed_experts) for s in flat]
-    return {"routed_experts": np.concatenate(known), "routed_rows": np.array(rows, np.int64)}
+def row_arrays(flat: list[Sample]) -> dict[str, np.ndarray]:
+    """Each field of ROW_ARRAYS of all samples, end to end; {} where none has any."""
+    arrays: dict[str, np.ndarray] = {}
+    for field, counts in ROW_ARRAYS.items():
+        parts = [getattr(s, field) for s in flat]
+        known = [part for part in parts if part is not None]
+        if known:
+            rows = [NO_ROWS if part is None else len(part) for part in parts]
+            arrays |= {field: np.concatenate(known), counts: np.array(rows, np.int64)}
+    return arrays
 
 
 # ---- reading
@@ -179,7 +184,8 @@ def samples_of(head: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Samp
     parts = {
         field: split(arrays[name], arrays["lens"]) for name, (field, _) in TOKEN_ARRAYS.items()
     }
-    experts = experts_of(arrays, len(head["samples"]))
+    count = len(head["samples"])
+    experts, supports = (rows_of(arrays, field, count) for field in ROW_ARRAYS)
     found = []
     for i, fields in enumerate(head["samples"]):
         judgement = fields["judgement"]
@@ -190,6 +196,7 @@ def samples_of(head: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Samp
                 prompt=prompts[fields["prompt"]],
                 judgement=None if judgement is None else Judgement(*judgement),
                 routed_experts=experts[i],
+                support_ids=supports[i],
                 **{field: values[i].tolist() for field, values in parts.items()},
                 **known,
             )
@@ -201,11 +208,11 @@ def split(values: np.ndarray, lens: np.ndarray) -> list[np.ndarray]:
     return np.split(values, lens.cumsum()[:-1]) if len(lens) else []
 
 
-def experts_of(arrays: dict[str, np.ndarray], count: int) -> list[np.ndarray | None]:
-    if "routed_rows" not in arrays:
+def rows_of(arrays: dict[str, np.ndarray], field: str, count: int) -> list[np.ndarray | None]:
+    if field not in arrays:
         return [None] * count
-    rows = arrays["routed_rows"]
-    parts = split(arrays["routed_experts"], rows.clip(min=0))
+    rows = arrays[ROW_ARRAYS[field]]
+    parts = split(arrays[field], rows.clip(min=0))
     return [part if n >= 0 else None for part, n in zip(parts, rows.tolist(), strict=True)]
 
 
