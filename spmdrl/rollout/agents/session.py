@@ -111,15 +111,17 @@ class Session:
         )
 
     def text_behind(self, text: str) -> list[int] | None:
-        """Returns the tokens of a text that goes on where a row ends, without encoding the row
-        again; None where no row ends so.
+        """Returns the tokens of a text that goes on behind an answer, of the longest that it goes
+        on behind, without encoding again what stands before; None where there is none.
         """
         tokenizer = self.encoders.tokenizer
-        for row in reversed(self.trajectory.rows):
-            said = tokenizer.decode(row.token_ids)
-            if text.startswith(said):
-                rest = tokenizer(text[len(said) :], add_special_tokens=False)["input_ids"]
-                return [*row.token_ids, *rest]
+        for begun in self.trajectory.known_tokens():
+            is_over = begun[-1] in tokenizer.all_special_ids  # a token that the text may lack
+            for ids in (begun, begun[:-1])[: 1 + is_over]:
+                said = tokenizer.decode(ids)
+                if said and text.startswith(said):
+                    rest = tokenizer(text[len(said) :], add_special_tokens=False)["input_ids"]
+                    return [*ids, *rest]
         return None
 
     async def sample(self, draft: Draft, request: ChatRequest | TextRequest) -> list[Completion]:
