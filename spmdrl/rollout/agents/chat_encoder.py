@@ -34,6 +34,7 @@ class Spoken:
 
     message: Message  # content, and tool_calls as a chat template takes them
     finish_reason: str  # as OpenAI names it: "stop" | "length" | "tool_calls"
+    stop: str | None = None  # the string that ended it
 
 
 class ChatEncoder:
@@ -104,9 +105,10 @@ class ChatEncoder:
                 said = text[: text.find(begins)] if begins and begins in text else ""
                 return Spoken(with_calls(said, calls), "tool_calls")
         tokenizer: Any = self.encoder.tokenizer
-        content = before_stop(tokenizer.decode(ids, skip_special_tokens=True), stop)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        message: Message = {"role": "assistant", "content": before_stop(text, stop)}
         finish = "length" if answer.finish_reason == "length" else "stop"
-        return Spoken({"role": "assistant", "content": content}, finish)
+        return Spoken(message, finish, first_stop(text, stop))
 
 
 class ChatEncoders:
@@ -180,5 +182,10 @@ def with_calls(said: str, calls: list[tuple[str, str]]) -> Message:
 
 def before_stop(text: str, stop: tuple[str, ...]) -> str:
     """Returns the text before the first string that ends a turn, as OpenAI's API does."""
-    places = [text.find(each) for each in stop if each in text]
-    return text[: min(places)] if places else text
+    found = first_stop(text, stop)
+    return text if found is None else text[: text.find(found)]
+
+
+def first_stop(text: str, stop: tuple[str, ...]) -> str | None:
+    """Returns the string that ends a turn: the first in its text."""
+    return min((each for each in stop if each in text), key=text.find, default=None)

@@ -61,7 +61,7 @@ class Session:
         choices = [
             Choice(said.message, said.finish_reason, completion,
                    self.token_texts(completion) if request.logprobs else [],
-                   call_ids_of(said.message))
+                   call_ids_of(said.message), said.stop if said.stop in request.stop else None)
             for completion, said in zip(completions, spoken, strict=True)
         ]  # fmt: skip
         self.names |= {call: name for choice in choices for call, name, _ in choice.calls}

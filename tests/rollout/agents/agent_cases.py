@@ -91,7 +91,11 @@ async def anthropic(anthropic_base_url: str, api_key: str, model: str, **_: Any)
         streamed = await stream.get_final_message()
     counted = await client.messages.count_tokens(model=model, messages=HI)
     return {
+    cut = await client.messages.create(
+        model=model, messages=HI, max_tokens=99, stop_sequences=["you", "day"]
+    )
         "call": [use.name, use.input], "answer": second.content[0].text,
+        "cut": [cut.stop_reason, cut.stop_sequence, cut.content[0].text],
         "counted": counted.input_tokens,
         "stops": [first.stop_reason, second.stop_reason, ended.stop_reason, streamed.stop_reason],
         "streamed": text, "streamed_call": [streamed.content[0].name, streamed.content[0].input],

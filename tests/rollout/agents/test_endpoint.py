@@ -122,6 +122,7 @@ def test_openai_responses_goes_on_by_id_or_by_items(played: Round) -> None:
     assert out["kinds"][0] == "response.created" and out["kinds"][-1] == "response.completed"
     assert "response.output_text.delta" in out["kinds"]
     rows = played.samples["responses"].rows  # the second request for the same is a fork
+    assert out["cut"] == ["stop_sequence", "day", "good "]
     assert [row.num_turns for row in rows] == [2, 1]
     # the item that goes on by id names the call alone
     told = [m for row in rows for m in row.messages if m["role"] == "tool"]
