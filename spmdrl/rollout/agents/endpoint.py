@@ -238,8 +238,8 @@ async def responses(session: Session, body: dict[str, Any]) -> tuple[dict[str, A
     request = openai_responses.responses_request(body, session.responses, session.names)
     answers = await session.chat(request)
     found = openai_responses.responses_answer(request, answers)
-    said = answers.choices[0].message
-    session.responses[found["id"]] = [*request.messages, said]
+    own = request.messages[bool(body.get("instructions")) :]  # they are of one request alone
+    session.responses[found["id"]] = [*own, answers.choices[0].message]
     return found, openai_responses.responses_events(request, answers)
 
 

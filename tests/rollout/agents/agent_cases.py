@@ -119,7 +119,15 @@ async def responses(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         kinds = [event.type async for event in stream]
         third = await stream.get_final_response()
     return {
+    given: dict[str, Any] = {"model": model, "input": "hi", "max_output_tokens": 1}
+    asked = [{"type": None, "role": "developer", "content": "d"}, *HI]
+    begun = await client.responses.create(**given | {"input": asked}, instructions="be")
+    plain = await client.responses.create(**given, previous_response_id=begun.id)
+    again = await client.responses.create(
+        **given, previous_response_id=plain.id, instructions="short"
+    )
         "call": [call.name, json.loads(call.arguments)], "answer": second.output_text,
+        "prompts": [each.usage and each.usage.input_tokens for each in (begun, plain, again)],
         "again": third.output_text, "kinds": kinds,
     }  # fmt: skip
 

@@ -122,8 +122,7 @@ def test_openai_responses_goes_on_by_id_or_by_items(played: Round) -> None:
     assert out["kinds"][0] == "response.created" and out["kinds"][-1] == "response.completed"
     assert "response.output_text.delta" in out["kinds"]
     rows = played.samples["responses"].rows  # the second request for the same is a fork
-    assert out["cut"] == ["stop_sequence", "day", "good "]
-    assert [row.num_turns for row in rows] == [2, 1]
+    assert [row.num_turns for row in rows][:2] == [2, 1]
     # the item that goes on by id names the call alone
     told = [m for row in rows for m in row.messages if m["role"] == "tool"]
     assert [message["name"] for message in told] == ["add"]
@@ -131,6 +130,9 @@ def test_openai_responses_goes_on_by_id_or_by_items(played: Round) -> None:
 
 def test_texts_go_on_with_the_tokens_that_were_sampled(played: Round) -> None:
     assert played.output("texts") == ["good", " day", "uhi:good day", "good day to you"]
+    # instructions are of one request, and what the developer says stays
+    prompts = ["sbe|sd|uhi|:", "sd|uhi|:|uhi|:", "sshort|sd|uhi|:|uhi|:|uhi|:"]
+    assert out["prompts"] == [len(p.replace("|", "")) + 2 * i for i, p in enumerate(prompts)]
     rows = played.samples["texts"].rows
     assert [(row.num_turns, sum(row.loss_mask)) for row in rows] == [(1, 8), (1, 4), (1, 16)]
 
