@@ -159,7 +159,11 @@ class Session:
             )
             for seed in self.seeds(draft, request)
         ]
-        return list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
+        try:
+            return list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
+        except asyncio.CancelledError:
+            self.num_turns -= request.n  # nobody waits for them any more
+            raise
 
     def commit(
         self, draft: Draft, completions: list[Completion], messages: list[Message]

@@ -225,12 +225,14 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
 
 
 async def hangs_up(base_url: str, api_key: str, model: str, **_: Any) -> Any:
-    """Gives a request up at once, then asks the same: what nobody has read is no row."""
+    """Gives as many requests up as it has turns, then asks the same: what nobody has read is no
+    row, and no turn.
+    """
     key = {"authorization": f"Bearer {api_key}"}
     body = {"model": model, "messages": HI}
     url = f"{base_url}/chat/completions"
     async with httpx.AsyncClient() as client:
-        for stream in (False, True):
+        for stream in (False, True) * 5:
             with_stream = body | {"stream": stream}
             task = asyncio.ensure_future(client.post(url, json=with_stream, headers=key))
             await asyncio.sleep(0.05)
