@@ -53,7 +53,7 @@ class ChatEncoder:
         pictures = self.pictures(messages)
         try:
             return self.located(self.encoder.chat(self.written(messages)).ids, pictures)
-        except BadRow as error:
+        except (BadRow, RecursionError) as error:  # the latter: arguments within hundreds of others
             raise ApiError(400, f"messages: {error}", "invalid_messages") from error
 
     def encode_behind(self, messages: list[Message], last: int) -> EncodedMessages | None:
@@ -64,7 +64,7 @@ class ChatEncoder:
         try:
             ids = self.between.joined(self.between.ids(self.written(messages)), last)
             return self.located(ids, pictures) if ids else None
-        except BadRow as error:
+        except (BadRow, RecursionError) as error:
             logger.debug("the conversation is encoded anew: %s", error)
             return None
 

@@ -51,6 +51,7 @@ async def openai_chat(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         for _ in range(2)
     ]
     models = [each.id async for each in client.models.list()]
+    models.append((await client.models.retrieve(model)).id)
     logprobs = second.choices[0].logprobs
     return {
         "call": [call.function.name, json.loads(call.function.arguments)],
@@ -90,12 +91,12 @@ async def anthropic(anthropic_base_url: str, api_key: str, model: str, **_: Any)
     ) as stream:
         streamed = await stream.get_final_message()
     counted = await client.messages.count_tokens(model=model, messages=HI)
-    return {
     cut = await client.messages.create(
         model=model, messages=HI, max_tokens=99, stop_sequences=["you", "day"]
     )
-        "call": [use.name, use.input], "answer": second.content[0].text,
+    return {
         "cut": [cut.stop_reason, cut.stop_sequence, cut.content[0].text],
+        "call": [use.name, use.input], "answer": second.content[0].text,
         "counted": counted.input_tokens,
         "stops": [first.stop_reason, second.stop_reason, ended.stop_reason, streamed.stop_reason],
         "streamed": text, "streamed_call": [streamed.content[0].name, streamed.content[0].input],
@@ -118,7 +119,6 @@ async def responses(base_url: str, api_key: str, model: str, **_: Any) -> Any:
     async with client.responses.stream(model=model, input=items, tools=[tool]) as stream:
         kinds = [event.type async for event in stream]
         third = await stream.get_final_response()
-    return {
     given: dict[str, Any] = {"model": model, "input": "hi", "max_output_tokens": 1}
     asked = [{"type": None, "role": "developer", "content": "d"}, *HI]
     begun = await client.responses.create(**given | {"input": asked}, instructions="be")
@@ -126,8 +126,9 @@ async def responses(base_url: str, api_key: str, model: str, **_: Any) -> Any:
     again = await client.responses.create(
         **given, previous_response_id=plain.id, instructions="short"
     )
-        "call": [call.name, json.loads(call.arguments)], "answer": second.output_text,
+    return {
         "prompts": [each.usage and each.usage.input_tokens for each in (begun, plain, again)],
+        "call": [call.name, json.loads(call.arguments)], "answer": second.output_text,
         "again": third.output_text, "kinds": kinds,
     }  # fmt: skip
 
@@ -212,6 +213,21 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         found["several responses"] = await post(
             f"{base_url}/responses", json={"input": "hi", "n": 2}, headers=key
         )
+        deep = {"function": {"name": "add", "arguments": '{"a":' * 600 + "1" + "}" * 600}}
+        chat = [*HI, {"role": "assistant", "tool_calls": [deep]}, *HI]
+        found["deep arguments"] = await post(url, json=good | {"messages": chat}, headers=key)
+        utf_16 = '{"messages": [{"role": "user", "content": "h\ud800"}]}'
+        found["half a character in UTF-16"] = await post(
+            url, content=utf_16.encode("utf-16-le", "surrogatepass"), headers=key
+        )
+        found["no such path"] = await post(f"{base_url}/embeddings", json=good, headers=key)
+        answer = await client.get(url, headers=key)
+        found["another method"] = [answer.status_code, answer.json()["error"]["code"]]
+        answer = await client.get(f"{base_url}/models/gpt-5", headers=key)
+        found["another model"] = [answer.status_code, answer.json()["error"]["code"]]
+        both = {"authorization": "Bearer of another service", "x-api-key": api_key}
+        answer = await client.post(url, json=good | {"max_tokens": 1}, headers=both)
+        assert answer.status_code == 200, answer.text
         half = json.dumps(good | {"messages": [{"role": "user", "content": "h\ud800"}]})
         answer = await client.post(url, content=half.encode(), headers=key)
         assert answer.status_code == 200, answer.text
