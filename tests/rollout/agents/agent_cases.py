@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import httpx
@@ -308,6 +309,30 @@ async def leaves_its_key(base_url: str, api_key: str, model: str, **_: Any) -> A
     return {"score": 0.0, "told": [base_url, api_key]}
 
 
+def asks_plainly(base_url: str, api_key: str, model: str, sample_index: int) -> Any:
+    """A function that blocks, by OpenAI's client for them."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        said = client.chat.completions.create(model=model, messages=HI).choices[0].message
+        chat: list[Any] = [*HI, said.model_dump(exclude_none=True), *HI]
+        client.chat.completions.create(model=model, messages=chat, max_tokens=3)
+    if sample_index == 1:
+        raise LookupError("behind two turns")
+    return {"score": 0.5, "said": said.content}
+
+
+PROGRAM = """import json, os, sys, urllib.request as web
+key = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = {"model": "policy", "messages": [{"role": "user", "content": sys.argv[1]}]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+answer = json.load(web.urlopen(web.Request(url, json.dumps(body).encode(), key)))
+print(json.dumps({"said": answer["choices"][0]["message"]["content"], "score": 1}))
+"""
+AGENTS = {
+    "async": play, "plain": asks_plainly,
+    "program": [sys.executable, "-c", PROGRAM.replace("{", "{{").replace("}", "}}"), "{prompt}"],
+}  # fmt: skip
 CASES = {
     f.__name__: f
     for f in (openai_chat, anthropic, responses, texts, errors, hangs_up, sub_agents, never_asks,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from agent_models import save_calling_model
 
 sys.path.insert(0, str(Path(__file__).parent))
-from agent_cases import CASES, play
+from agent_cases import AGENTS, CASES
 
 from spmdrl.config import (
     AgentConfig,
@@ -51,7 +51,7 @@ from spmdrl.types import Prompt, Sample
 
 TEMPERATURE = 0.25  # at which the model says what it knows by heart
 CONFIG = PpoConfig(
-    model="-", data=DataConfig(train="-", max_prompt_tokens=100), reward="agent", agent=play,
+    model="-", data=DataConfig(train="-", max_prompt_tokens=100), reward="agent", agent=AGENTS,
     rollout=RolloutConfig(
         engine="hf", n=1, max_tokens=100, dtype="float32", temperature=TEMPERATURE
     ),
@@ -88,15 +88,20 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Round]:
         pool = AgentPool(CONFIG, tokenizer, 0, 1, "the key", len(tokenizer))
         try:
             prompts = [
-                (i, Prompt(i, [5], "d", "t", "p", {"case": case})) for i, case in enumerate(CASES)
+                (i, Prompt(i, [5], "async", "t", "p", {"case": case}))
+                for i, case in enumerate(CASES)
             ]
             questions = questions_of(prompts, 1, run_seed=0, step=1)
+            others = [(i, Prompt(i, [5], n, "t", "hi")) for i, n in enumerate(AGENTS, len(CASES))]
+            questions += questions_of(others[1:], 2, run_seed=0, step=1)
             samples, left = sample_questions(
                 Scheduler(engine, alone), questions, training_params(CONFIG.rollout),
                 tokenizer=tokenizer, by_agents=True, agents=pool,
             )  # fmt: skip
             assert not left and not pool.running and not pool.ended
-            yield Round({list(CASES)[s.group]: s for s in samples}, engine, pool)
+            names = [*CASES, *AGENTS]
+            played = {f"{names[s.group]} {s.index}".removesuffix(" 0"): s for s in samples}
+            yield Round(played, engine, pool)
         finally:
             pool.close()
             engine.shutdown()
@@ -208,6 +213,19 @@ def test_an_agent_that_fails_or_never_asks_makes_an_invalid_sample(played: Round
     assert "LookupError: no such thing" in (fails.invalid or "")
     assert silent.invalid == NO_TURN and silent.agent_output == 1.0
     assert training_rows([fails, silent], n=1) == []
+
+
+def test_each_source_has_its_agent_a_function_that_blocks_or_a_program(played: Round) -> None:
+    assert played.output("plain") == {"score": 0.5, "said": "good day to you"}
+    (row,) = played.samples["plain"].rows
+    assert row.num_turns == 2
+    failed = played.samples["plain 1"]  # what it was answered is no row of the batch
+    assert "LookupError: behind two turns" in (failed.invalid or "") and failed.num_turns == 2
+    assert training_rows([failed], n=1) == []
+    for name in ("program", "program 1"):
+        out = played.output(name)
+        assert (out["score"], out["said"]) == (1, "good day to you")
+        assert [row.response for row in played.samples[name].rows] == [out["said"]]
 
 
 def test_a_trajectory_that_is_over_answers_no_more(played: Round) -> None:
@@ -365,7 +383,7 @@ def test_engines_take_the_port_and_those_behind_it() -> None:
 
 
 def task_of(case: str, seed: int) -> AgentTask:
-    return AgentTask(Prompt(0, [5], "d", "t", "p", {"case": case}), 0, seed)
+    return AgentTask(Prompt(0, [5], "async", "t", "p", {"case": case}), 0, seed)
 
 
 def test_a_trajectory_of_old_weights_is_given_up(
