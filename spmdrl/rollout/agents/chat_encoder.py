@@ -122,6 +122,7 @@ class ChatEncoders:
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, max_model_len
         self.images = ImageRules(vision, config.agents, "agents", "an agent sent")
         self.kept: OrderedDict[str, ChatEncoder] = OrderedDict()
+        self.texts = Encoder(tokenizer, config.data, max_model_len)  # of prompts that are no chats
 
     async def prepare(self, request: ChatRequest) -> None:
         """Imports what reads the calls of tools, which takes seconds, without holding the event

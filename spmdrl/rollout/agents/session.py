@@ -73,7 +73,7 @@ class Session:
         said = request.prompt
         known = self.text_behind(said) if isinstance(said, str) else None
         if isinstance(said, str):
-            ids = known if known is not None else tokenizer(said)["input_ids"]
+            ids = self.encoders.texts.bounded(said, True, "end") if known is None else known
         else:
             ids = said
         if not ids or min(ids) < 0 or max(ids) >= self.limits.vocab_size:
@@ -120,8 +120,8 @@ class Session:
             for ids in (begun, begun[:-1])[: 1 + is_over]:
                 said = tokenizer.decode(ids)
                 if said and text.startswith(said):
-                    rest = tokenizer(text[len(said) :], add_special_tokens=False)["input_ids"]
-                    return [*ids, *rest]
+                    rest = text[len(said) :]
+                    return [*ids, *self.encoders.texts.bounded(rest, False, "end")]
         return None
 
     async def sample(self, draft: Draft, request: ChatRequest | TextRequest) -> list[Completion]:

@@ -209,6 +209,7 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         for name, body in {
             "a huge token": {"prompt": [10**30]}, "the best": {"prompt": "hi", "best_of": 3},
             "an echo with logprobs": {"prompt": "hi", "echo": True, "logprobs": 0},
+            "a huge text": {"prompt": "a" * 1_000_000},
         }.items():  # fmt: skip
             found[name] = await post(f"{base_url}/completions", json=body, headers=key)
         found["several responses"] = await post(

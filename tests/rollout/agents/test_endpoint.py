@@ -170,6 +170,7 @@ REFUSED = {
     "several responses": (400, "unsupported_field"),
     "deep arguments": (400, "invalid_messages"),
     "half a character in UTF-16": (400, "invalid_json"),
+    "a huge text": (400, "context_length_exceeded"),
     "no such path": (404, "unknown_path"), "another method": (405, "unknown_path"),
     "another model": (404, "model_not_found"),
 }  # fmt: skip
@@ -180,6 +181,8 @@ def test_what_cannot_be_answered_is_refused_with_a_status_and_a_reason(played: R
     assert {name: tuple(found[:2]) for name, found in out.items()} == REFUSED
     # one had half a character, one another key beside its own
     assert out["many turns"][2] == CONFIG.agents.max_turns - 2
+    # its end alone was encoded, which is too long: all of it would hold up other agents
+    assert int(out["a huge text"][2].split()[-1]) < 20_000
     assert "max_tokens is required" in out["anthropic"][2]
     assert "serve.max_body_mib=1 MiB" in out["huge"][2]
 

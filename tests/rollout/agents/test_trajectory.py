@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from spmdrl.config import DataConfig
+from spmdrl.data.chat import Encoder
 from spmdrl.rollout.agents.call_queue import CallQueue
 from spmdrl.rollout.agents.session import Session, SessionLimits
 from spmdrl.rollout.agents.trajectory import EncodedMessages, Trajectory
@@ -162,14 +164,16 @@ class Letters:
 
 def test_a_text_has_the_tokens_of_the_longest_answer_that_it_goes_on_behind():
     trajectory = Trajectory("t", 7)
-    encoders: Any = SimpleNamespace(tokenizer=Letters())
+    letters: Any = Letters()
+    texts = Encoder(letters, DataConfig(train="-"), 99)
+    encoders: Any = SimpleNamespace(tokenizer=letters, texts=texts)
     limits = SessionLimits(99, 9, 0, 2000)
     session = Session(trajectory, SamplingParams(), encoders, CallQueue(), limits, "m")
 
     def answered(prompt: list[int], ids: list[int]) -> None:
-        draft = trajectory.draft_tokens(prompt, Letters().decode)
+        draft = trajectory.draft_tokens(prompt, letters.decode)
         answer = Completion(ids, [-0.5] * len(ids), "stop", [3] * len(ids))
-        trajectory.commit(draft, answer, {"role": "assistant", "content": Letters().decode(ids)})
+        trajectory.commit(draft, answer, {"role": "assistant", "content": letters.decode(ids)})
 
     a, b, c, d, e, f, g = map(ord, "abcdefg")
     answered([a], [1000 + b, 1000 + c])
