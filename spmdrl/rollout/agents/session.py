@@ -81,6 +81,7 @@ class Session:
                 400, f"prompt: expected token ids of 0 to {self.limits.vocab_size - 1}",
                 "invalid_value",
             )  # fmt: skip
+        self.room_behind(ids)  # before so many are decoded
         draft = self.trajectory.draft_tokens(ids, tokenizer.decode)
         completions, messages = await self.sample(draft, request), []
         for completion in completions:
@@ -136,14 +137,7 @@ class Session:
                 400, f"the messages show {len(draft.tokens.images)} images, more than "
                 f"agents.max_images={self.limits.max_images}", "too_many_images",
             )  # fmt: skip
-        room = self.limits.max_model_len - len(draft.tokens.ids)
-        if room < 1:
-            raise ApiError(
-                400, f"this model's maximum context length is {self.limits.max_model_len} tokens "
-                "(data.max_prompt_tokens + rollout.max_tokens), and the prompt has "
-                f"{len(draft.tokens.ids)}",
-                "context_length_exceeded",
-            )  # fmt: skip
+        room = self.room_behind(draft.tokens.ids)
         if max(draft.tokens.ids) >= self.limits.vocab_size:
             raise ApiError(400, "the model has no embedding of a token", "invalid_value")
         self.num_turns += request.n
@@ -164,6 +158,17 @@ class Session:
         except asyncio.CancelledError:
             self.num_turns -= request.n  # nobody waits for them any more
             raise
+
+    def room_behind(self, ids: list[int]) -> int:
+        """Returns how many tokens an answer to a prompt may have. Raises ApiError for none."""
+        room = self.limits.max_model_len - len(ids)
+        if room < 1:
+            raise ApiError(
+                400, f"this model's maximum context length is {self.limits.max_model_len} tokens "
+                f"(data.max_prompt_tokens + rollout.max_tokens), and the prompt has {len(ids)}",
+                "context_length_exceeded",
+            )  # fmt: skip
+        return room
 
     def commit(
         self, draft: Draft, completions: list[Completion], messages: list[Message]
