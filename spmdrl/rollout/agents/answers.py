@@ -27,6 +27,7 @@ class Choice:
     completion: Completion
     token_texts: list[str]  # of the completion's tokens; [] where nobody asked
     call_ids: tuple[str, ...] = ()  # of the message's tool calls
+    stop: str | None = None  # of the request's strings, the one that ended it
 
     @property
     def text(self) -> str:

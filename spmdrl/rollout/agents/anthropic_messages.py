@@ -106,7 +106,8 @@ def messages_answer(answers: Answers) -> dict[str, Any]:
     return {
         "id": f"msg_{answers.id}", "type": "message", "role": "assistant",
         "model": answers.model, "content": blocks_of(choice),
-        "stop_reason": FINISH[choice.finish_reason], "stop_sequence": None,
+        "stop_reason": "stop_sequence" if choice.stop else FINISH[choice.finish_reason],
+        "stop_sequence": choice.stop,
         "usage": usage_of(answers),
     }  # fmt: skip
 
@@ -115,7 +116,7 @@ def messages_events(answers: Answers) -> Events:
     """Writes the events of a streamed answer: a turn is sent once it is whole."""
     whole = messages_answer(answers)
     usage = {**usage_of(answers), "output_tokens": 0}
-    begun = {**whole, "content": [], "stop_reason": None, "usage": usage}
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield "message_start", {"type": "message_start", "message": begun}
     for i, block in enumerate(whole["content"]):
         if block["type"] == "text":
@@ -129,7 +130,7 @@ def messages_events(answers: Answers) -> Events:
         yield "content_block_start", start
         yield "content_block_delta", {"type": "content_block_delta", "index": i, "delta": delta}
         yield "content_block_stop", {"type": "content_block_stop", "index": i}
-    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     used = {"output_tokens": answers.num_answer_tokens}
     yield "message_delta", {"type": "message_delta", "delta": ended, "usage": used}
     yield "message_stop", {"type": "message_stop"}

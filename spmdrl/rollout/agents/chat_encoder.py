@@ -34,6 +34,7 @@ class Spoken:
 
     message: Message  # content, and tool_calls as a chat template takes them
     finish_reason: str  # as OpenAI names it: "stop" | "length" | "tool_calls"
+    stop: str | None = None  # the string that ended it
 
 
 class ChatEncoder:
@@ -52,7 +53,7 @@ class ChatEncoder:
         pictures = self.pictures(messages)
         try:
             return self.located(self.encoder.chat(self.written(messages)).ids, pictures)
-        except BadRow as error:
+        except (BadRow, RecursionError) as error:  # the latter: arguments within hundreds of others
             raise ApiError(400, f"messages: {error}", "invalid_messages") from error
 
     def encode_behind(self, messages: list[Message], last: int) -> EncodedMessages | None:
@@ -63,7 +64,7 @@ class ChatEncoder:
         try:
             ids = self.between.joined(self.between.ids(self.written(messages)), last)
             return self.located(ids, pictures) if ids else None
-        except BadRow as error:
+        except (BadRow, RecursionError) as error:
             logger.debug("the conversation is encoded anew: %s", error)
             return None
 
@@ -104,9 +105,10 @@ class ChatEncoder:
                 said = text[: text.find(begins)] if begins and begins in text else ""
                 return Spoken(with_calls(said, calls), "tool_calls")
         tokenizer: Any = self.encoder.tokenizer
-        content = before_stop(tokenizer.decode(ids, skip_special_tokens=True), stop)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        message: Message = {"role": "assistant", "content": before_stop(text, stop)}
         finish = "length" if answer.finish_reason == "length" else "stop"
-        return Spoken({"role": "assistant", "content": content}, finish)
+        return Spoken(message, finish, first_stop(text, stop))
 
 
 class ChatEncoders:
@@ -120,6 +122,7 @@ class ChatEncoders:
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, max_model_len
         self.images = ImageRules(vision, config.agents, "agents", "an agent sent")
         self.kept: OrderedDict[str, ChatEncoder] = OrderedDict()
+        self.texts = Encoder(tokenizer, config.data, max_model_len)  # of prompts that are no chats
 
     async def prepare(self, request: ChatRequest) -> None:
         """Imports what reads the calls of tools, which takes seconds, without holding the event
@@ -180,5 +183,10 @@ def with_calls(said: str, calls: list[tuple[str, str]]) -> Message:
 
 def before_stop(text: str, stop: tuple[str, ...]) -> str:
     """Returns the text before the first string that ends a turn, as OpenAI's API does."""
-    places = [text.find(each) for each in stop if each in text]
-    return text[: min(places)] if places else text
+    found = first_stop(text, stop)
+    return text if found is None else text[: text.find(found)]
+
+
+def first_stop(text: str, stop: tuple[str, ...]) -> str | None:
+    """Returns the string that ends a turn: the first in its text."""
+    return min((each for each in stop if each in text), key=text.find, default=None)

@@ -19,6 +19,7 @@ from spmdrl.config import AgentConfig
 MOST_OUTPUT = 1 << 16  # characters of a program's output that are kept, those of its end
 READ_BYTES = 1 << 16
 LOOK_S = 0.5  # between looks whether a program has ended whose output is still open
+LOOKS, LAST_LOOK_S = 3, 0.02  # for what a program has left running, and the time between them
 LAST_OUTPUT_S = 2.0  # in which its output is read once all that it has started is killed
 MOST_ROW = 120_000  # bytes of a variable: Linux takes 128 KiB, with its name
 STEP_END_S = 10.0  # in which a step of Slurm ends once srun is told to
@@ -61,8 +62,7 @@ class CommandAgent:
         finally:
             if self.config.runner == "srun":
                 await end_step(process)
-            with contextlib.suppress(ProcessLookupError):  # all that it started ends with it
-                os.killpg(process.pid, signal.SIGKILL)
+            await end_all(process, trajectory_id)
             if self.config.runner in CONTAINERS:  # its client has ended, and it has not
                 await remove(self.config.runner, name_of_container(trajectory_id))
             await asyncio.wait((said.task, complaints.task), timeout=LAST_OUTPUT_S)
@@ -136,6 +136,39 @@ async def end_step(srun: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError, TimeoutError):
         srun.terminate()
         await asyncio.wait_for(srun.wait(), STEP_END_S)
+
+
+async def end_all(process: asyncio.subprocess.Process, trajectory_id: str) -> None:
+    """Kills a program, its process group, and what it has started in sessions of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), LAST_OUTPUT_S)
+    for _ in range(LOOKS):
+        for pid in left_behind(trajectory_id):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(LAST_LOOK_S)  # in which what was killed ends, and leaves others behind
+
+
+def left_behind(trajectory_id: str) -> list[int]:
+    """Returns the orphans that know a trajectory's id, by their environment. Orphans of a worker
+    process come to the process that has started it (keeper.py).
+    """
+    keeper, found = os.getppid(), []
+    mark = f"SPMDRL_TRAJECTORY_ID={trajectory_id}".encode()
+    pids = read_file(f"/proc/{keeper}/task/{keeper}/children").split()
+    for pid in map(int, pids):
+        if mark in read_file(f"/proc/{pid}/environ").split(b"\0"):
+            found.append(pid)
+    return found
+
+
+def read_file(path: str) -> bytes:
+    """Returns what is in a file, nothing where it cannot be read."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return b""
 
 
 async def remove(runner: str, name: str) -> None:

@@ -58,8 +58,15 @@ class Endpoint:
             for path, (api, anthropic) in apis.items()
             for prefix in ("", "/t/{id}")
         ]
-        models = [Route(f"{prefix}/v1/models", self.models) for prefix in ("", "/t/{id}")]
-        self.app = Starlette(routes=[*routes, *models, Route("/health", self.health)])
+        models = [
+            Route(f"{prefix}/v1/models{name}", self.models)
+            for name in ("", "/{model}")
+            for prefix in ("", "/t/{id}")
+        ]
+        self.app = Starlette(
+            routes=[*routes, *models, Route("/health", self.health)],
+            exception_handlers=dict.fromkeys((404, 405), no_such_path),
+        )
 
     def begin(self, session: Session) -> None:
         """Raises ValueError for an id that another trajectory has or had."""
@@ -100,11 +107,7 @@ class Endpoint:
         body = await self.body_of(request)
         if session.over:
             raise over(session.trajectory.id)
-        model = body.get("model", self.model)
-        if model != self.model:
-            raise ApiError(
-                404, f"there is no model {model!r}, there is {self.model!r}", "model_not_found"
-            )
+        self.check_model(body.get("model", self.model))
         task = asyncio.ensure_future(api(session, body))
         session.tasks.add(task)
         task.add_done_callback(session.tasks.discard)
@@ -162,9 +165,10 @@ class Endpoint:
 
     def check_key(self, request: Request) -> None:
         """Raises ApiError for a request without the run's key."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        given = given or request.headers.get("x-api-key", "")
-        if not secrets.compare_digest(given.encode(), self.key.encode()):
+        headers, key = request.headers, self.key.encode()
+        # a client that has a token of its own in its environment sends it beside the key
+        given = headers.get("authorization", "").removeprefix("Bearer "), headers.get("x-api-key")
+        if not any(secrets.compare_digest((each or "").encode(), key) for each in given):
             raise ApiError(
                 401, "the key is not this run's: send `Authorization: Bearer KEY` or `x-api-key: "
                 "KEY` with the api_key that the agent was given", "invalid_api_key",
@@ -201,7 +205,7 @@ class Endpoint:
         except ClientDisconnect:
             raise ApiError(499, "the client hung up", "client_closed_request") from None
         try:
-            found = json.loads(body)
+            found = json.loads(body.decode("utf-8-sig", "surrogatepass"))
             if SURROGATE.search(body):
                 found = without_surrogates(found)
         except (ValueError, RecursionError) as error:
@@ -211,12 +215,21 @@ class Endpoint:
         return found
 
     async def models(self, request: Request) -> Response:
+        name = request.path_params.get("model")
         try:
             self.check_key(request)
+            self.check_model(name or self.model)
         except ApiError as error:
             return refused(error, anthropic=False)
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "spmdrl"}
-        return Json({"object": "list", "data": [model]})
+        return Json({"object": "list", "data": [model]} if name is None else model)
+
+    def check_model(self, name: Any) -> None:
+        """Raises ApiError for another model than the one that is trained."""
+        if name != self.model:
+            raise ApiError(
+                404, f"there is no model {name!r}, there is {self.model!r}", "model_not_found"
+            )
 
     async def health(self, request: Request) -> Response:
         return Json({"trajectories": len(self.sessions), "requests": self.num_requests})
@@ -238,8 +251,8 @@ async def responses(session: Session, body: dict[str, Any]) -> tuple[dict[str, A
     request = openai_responses.responses_request(body, session.responses, session.names)
     answers = await session.chat(request)
     found = openai_responses.responses_answer(request, answers)
-    said = answers.choices[0].message
-    session.responses[found["id"]] = [*request.messages, said]
+    own = request.messages[bool(body.get("instructions")) :]  # they are of one request alone
+    session.responses[found["id"]] = [*own, answers.choices[0].message]
     return found, openai_responses.responses_events(request, answers)
 
 
@@ -252,6 +265,15 @@ async def messages(session: Session, body: dict[str, Any]) -> tuple[dict[str, An
 async def count_tokens(session: Session, body: dict[str, Any]) -> tuple[dict[str, Any], None]:
     request = anthropic_messages.messages_request({"max_tokens": 1} | body)
     return {"input_tokens": await session.count(request)}, None
+
+
+async def no_such_path(request: Request, error: Exception) -> Response:
+    """Answers what is asked at another path, or by another method, than the endpoint has."""
+    found = ApiError(
+        getattr(error, "status_code", 404), f"{request.method} {request.url.path}: the endpoint "
+        "has no such path, or not for this method", "unknown_path",
+    )  # fmt: skip
+    return refused(found, anthropic=False)
 
 
 def refused(error: ApiError, anthropic: bool) -> Response:

@@ -35,8 +35,8 @@ def responses_request(
     body: dict[str, Any], earlier: Mapping[str, list[Message]], names: Mapping[str, str]
 ) -> ChatRequest:
     """Reads the body of /v1/responses. earlier: the conversation behind each response of the same
-    trajectory, by its id; names: of the tools that were called in them, by the id of a call. Raises
-    ApiError.
+    trajectory, without the instructions of its request, by its id; names: of the tools that were
+    called in them, by the id of a call. Raises ApiError.
     """
     refuse(body, UNSUPPORTED)
     if (take(body, "n", int) or 1) > 1:
@@ -48,8 +48,7 @@ def responses_request(
     messages = [] if previous is None else list(earlier[previous])
     instructions = take(body, "instructions", str, "")
     if instructions:
-        rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
-        messages = [{"role": "system", "content": instructions}, *rest]
+        messages = [{"role": "system", "content": instructions}, *messages]
     given = require(body, "input", (str, list))
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages = with_items(messages, items, dict(names))
@@ -87,7 +86,7 @@ def with_items(messages: list[Message], items: list[Any], names: dict[str, str])
         where = f"input[{i}]"
         if not isinstance(item, dict):
             raise ApiError(400, f"{where}: expected an object", "invalid_type")
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "message":
             role = require(item, "role", str)
             read = text_of if role == "assistant" else content_of

@@ -61,7 +61,7 @@ class Session:
         choices = [
             Choice(said.message, said.finish_reason, completion,
                    self.token_texts(completion) if request.logprobs else [],
-                   call_ids_of(said.message))
+                   call_ids_of(said.message), said.stop if said.stop in request.stop else None)
             for completion, said in zip(completions, spoken, strict=True)
         ]  # fmt: skip
         self.names |= {call: name for choice in choices for call, name, _ in choice.calls}
@@ -73,7 +73,7 @@ class Session:
         said = request.prompt
         known = self.text_behind(said) if isinstance(said, str) else None
         if isinstance(said, str):
-            ids = known if known is not None else tokenizer(said)["input_ids"]
+            ids = self.encoders.texts.bounded(said, True, "end") if known is None else known
         else:
             ids = said
         if not ids or min(ids) < 0 or max(ids) >= self.limits.vocab_size:
@@ -81,6 +81,7 @@ class Session:
                 400, f"prompt: expected token ids of 0 to {self.limits.vocab_size - 1}",
                 "invalid_value",
             )  # fmt: skip
+        self.room_behind(ids)  # before so many are decoded
         draft = self.trajectory.draft_tokens(ids, tokenizer.decode)
         completions, messages = await self.sample(draft, request), []
         for completion in completions:
@@ -111,15 +112,17 @@ class Session:
         )
 
     def text_behind(self, text: str) -> list[int] | None:
-        """Returns the tokens of a text that goes on where a row ends, without encoding the row
-        again; None where no row ends so.
+        """Returns the tokens of a text that goes on behind an answer, of the longest that it goes
+        on behind, without encoding again what stands before; None where there is none.
         """
         tokenizer = self.encoders.tokenizer
-        for row in reversed(self.trajectory.rows):
-            said = tokenizer.decode(row.token_ids)
-            if text.startswith(said):
-                rest = tokenizer(text[len(said) :], add_special_tokens=False)["input_ids"]
-                return [*row.token_ids, *rest]
+        for begun in self.trajectory.known_tokens():
+            is_over = begun[-1] in tokenizer.all_special_ids  # a token that the text may lack
+            for ids in (begun, begun[:-1])[: 1 + is_over]:
+                said = tokenizer.decode(ids)
+                if said and text.startswith(said):
+                    rest = text[len(said) :]
+                    return [*ids, *self.encoders.texts.bounded(rest, False, "end")]
         return None
 
     async def sample(self, draft: Draft, request: ChatRequest | TextRequest) -> list[Completion]:
@@ -134,14 +137,7 @@ class Session:
                 400, f"the messages show {len(draft.tokens.images)} images, more than "
                 f"agents.max_images={self.limits.max_images}", "too_many_images",
             )  # fmt: skip
-        room = self.limits.max_model_len - len(draft.tokens.ids)
-        if room < 1:
-            raise ApiError(
-                400, f"this model's maximum context length is {self.limits.max_model_len} tokens "
-                "(data.max_prompt_tokens + rollout.max_tokens), and the prompt has "
-                f"{len(draft.tokens.ids)}",
-                "context_length_exceeded",
-            )  # fmt: skip
+        room = self.room_behind(draft.tokens.ids)
         if max(draft.tokens.ids) >= self.limits.vocab_size:
             raise ApiError(400, "the model has no embedding of a token", "invalid_value")
         self.num_turns += request.n
@@ -157,7 +153,22 @@ class Session:
             )
             for seed in self.seeds(draft, request)
         ]
-        return list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
+        try:
+            return list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
+        except asyncio.CancelledError:
+            self.num_turns -= request.n  # nobody waits for them any more
+            raise
+
+    def room_behind(self, ids: list[int]) -> int:
+        """Returns how many tokens an answer to a prompt may have. Raises ApiError for none."""
+        room = self.limits.max_model_len - len(ids)
+        if room < 1:
+            raise ApiError(
+                400, f"this model's maximum context length is {self.limits.max_model_len} tokens "
+                f"(data.max_prompt_tokens + rollout.max_tokens), and the prompt has {len(ids)}",
+                "context_length_exceeded",
+            )  # fmt: skip
+        return room
 
     def commit(
         self, draft: Draft, completions: list[Completion], messages: list[Message]

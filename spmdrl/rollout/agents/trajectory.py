@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -131,6 +131,11 @@ class Trajectory:
         asked: list[Message] = [{"role": "user", "content": spell(rest)}] if rest else []
         whole = EncodedMessages(token_ids, images)
         return Draft(whole, behind, [*before, *asked], digest_of(whole))
+
+    def known_tokens(self) -> Iterator[list[int]]:
+        """Yields the tokens of each history that ends with a sampled turn, the longest first."""
+        for known in sorted(self.known.values(), key=lambda known: -known.num_tokens):
+            yield self.rows[known.row].token_ids[: known.num_tokens]
 
     def known_by_tokens(
         self, asked: EncodedMessages, any_images: bool = False

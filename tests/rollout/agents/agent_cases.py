@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import httpx
@@ -51,6 +52,7 @@ async def openai_chat(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         for _ in range(2)
     ]
     models = [each.id async for each in client.models.list()]
+    models.append((await client.models.retrieve(model)).id)
     logprobs = second.choices[0].logprobs
     return {
         "call": [call.function.name, json.loads(call.function.arguments)],
@@ -90,7 +92,11 @@ async def anthropic(anthropic_base_url: str, api_key: str, model: str, **_: Any)
     ) as stream:
         streamed = await stream.get_final_message()
     counted = await client.messages.count_tokens(model=model, messages=HI)
+    cut = await client.messages.create(
+        model=model, messages=HI, max_tokens=99, stop_sequences=["you", "day"]
+    )
     return {
+        "cut": [cut.stop_reason, cut.stop_sequence, cut.content[0].text],
         "call": [use.name, use.input], "answer": second.content[0].text,
         "counted": counted.input_tokens,
         "stops": [first.stop_reason, second.stop_reason, ended.stop_reason, streamed.stop_reason],
@@ -114,7 +120,15 @@ async def responses(base_url: str, api_key: str, model: str, **_: Any) -> Any:
     async with client.responses.stream(model=model, input=items, tools=[tool]) as stream:
         kinds = [event.type async for event in stream]
         third = await stream.get_final_response()
+    given: dict[str, Any] = {"model": model, "input": "hi", "max_output_tokens": 1}
+    asked = [{"type": None, "role": "developer", "content": "d"}, *HI]
+    begun = await client.responses.create(**given | {"input": asked}, instructions="be")
+    plain = await client.responses.create(**given, previous_response_id=begun.id)
+    again = await client.responses.create(
+        **given, previous_response_id=plain.id, instructions="short"
+    )
     return {
+        "prompts": [each.usage and each.usage.input_tokens for each in (begun, plain, again)],
         "call": [call.name, json.loads(call.arguments)], "answer": second.output_text,
         "again": third.output_text, "kinds": kinds,
     }  # fmt: skip
@@ -195,11 +209,27 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         for name, body in {
             "a huge token": {"prompt": [10**30]}, "the best": {"prompt": "hi", "best_of": 3},
             "an echo with logprobs": {"prompt": "hi", "echo": True, "logprobs": 0},
+            "a huge text": {"prompt": "a" * 1_000_000},
         }.items():  # fmt: skip
             found[name] = await post(f"{base_url}/completions", json=body, headers=key)
         found["several responses"] = await post(
             f"{base_url}/responses", json={"input": "hi", "n": 2}, headers=key
         )
+        deep = {"function": {"name": "add", "arguments": '{"a":' * 600 + "1" + "}" * 600}}
+        chat = [*HI, {"role": "assistant", "tool_calls": [deep]}, *HI]
+        found["deep arguments"] = await post(url, json=good | {"messages": chat}, headers=key)
+        utf_16 = '{"messages": [{"role": "user", "content": "h\ud800"}]}'
+        found["half a character in UTF-16"] = await post(
+            url, content=utf_16.encode("utf-16-le", "surrogatepass"), headers=key
+        )
+        found["no such path"] = await post(f"{base_url}/embeddings", json=good, headers=key)
+        answer = await client.get(url, headers=key)
+        found["another method"] = [answer.status_code, answer.json()["error"]["code"]]
+        answer = await client.get(f"{base_url}/models/gpt-5", headers=key)
+        found["another model"] = [answer.status_code, answer.json()["error"]["code"]]
+        both = {"authorization": "Bearer of another service", "x-api-key": api_key}
+        answer = await client.post(url, json=good | {"max_tokens": 1}, headers=both)
+        assert answer.status_code == 200, answer.text
         half = json.dumps(good | {"messages": [{"role": "user", "content": "h\ud800"}]})
         answer = await client.post(url, content=half.encode(), headers=key)
         assert answer.status_code == 200, answer.text
@@ -213,12 +243,14 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
 
 
 async def hangs_up(base_url: str, api_key: str, model: str, **_: Any) -> Any:
-    """Gives a request up at once, then asks the same: what nobody has read is no row."""
+    """Gives as many requests up as it has turns, then asks the same: what nobody has read is no
+    row, and no turn.
+    """
     key = {"authorization": f"Bearer {api_key}"}
     body = {"model": model, "messages": HI}
     url = f"{base_url}/chat/completions"
     async with httpx.AsyncClient() as client:
-        for stream in (False, True):
+        for stream in (False, True) * 5:
             with_stream = body | {"stream": stream}
             task = asyncio.ensure_future(client.post(url, json=with_stream, headers=key))
             await asyncio.sleep(0.05)
@@ -278,6 +310,30 @@ async def leaves_its_key(base_url: str, api_key: str, model: str, **_: Any) -> A
     return {"score": 0.0, "told": [base_url, api_key]}
 
 
+def asks_plainly(base_url: str, api_key: str, model: str, sample_index: int) -> Any:
+    """A function that blocks, by OpenAI's client for them."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        said = client.chat.completions.create(model=model, messages=HI).choices[0].message
+        chat: list[Any] = [*HI, said.model_dump(exclude_none=True), *HI]
+        client.chat.completions.create(model=model, messages=chat, max_tokens=3)
+    if sample_index == 1:
+        raise LookupError("behind two turns")
+    return {"score": 0.5, "said": said.content}
+
+
+PROGRAM = """import json, os, sys, urllib.request as web
+key = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = {"model": "policy", "messages": [{"role": "user", "content": sys.argv[1]}]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+answer = json.load(web.urlopen(web.Request(url, json.dumps(body).encode(), key)))
+print(json.dumps({"said": answer["choices"][0]["message"]["content"], "score": 1}))
+"""
+AGENTS = {
+    "async": play, "plain": asks_plainly,
+    "program": [sys.executable, "-c", PROGRAM.replace("{", "{{").replace("}", "}}"), "{prompt}"],
+}  # fmt: skip
 CASES = {
     f.__name__: f
     for f in (openai_chat, anthropic, responses, texts, errors, hangs_up, sub_agents, never_asks,

@@ -29,7 +29,9 @@ from spmdrl.config import (
     MultiTurnConfig,
     ServeConfig,
 )
-from spmdrl.rollout.agents.command import CommandAgent, without_proxy
+from spmdrl.rewards.workers.caller import Caller
+from spmdrl.rewards.workers.worker import Reply
+from spmdrl.rollout.agents.command import CommandAgent, read_file, without_proxy
 from spmdrl.training.checks.agents import check_agent_data, check_agents, warnings_of_agents
 from spmdrl.training.checks.rl import check_held_out
 
@@ -148,6 +150,38 @@ def test_a_program_that_fails_says_so_and_takes_its_children_with_it(tmp_path: P
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < end
             time.sleep(0.01)
+
+
+def test_what_it_has_started_in_sessions_of_its_own_ends_with_it(tmp_path: Path) -> None:
+    """Whether it ends or is given up, and whatever signals they ignore."""
+    daemon = f"trap '' TERM; echo $$ > {tmp_path}/$SPMDRL_TRAJECTORY_ID; while :; do sleep 9; done"
+    script = f"""setsid sh -c "$0" > /dev/null 2>&1 &
+        while [ ! -s {tmp_path}/$SPMDRL_TRAJECTORY_ID ]; do sleep 0.01; done
+        trap '' TERM; echo 0.5; sleep $1"""
+    words = ["sh", "-c", script, daemon, "{extra_info[sleeps]}"]
+    agent = CommandAgent(words, AgentConfig())
+    caller = Caller([agent], AgentConfig(), 1, Reply)
+    told = {"base_url": "http://127.0.0.1:5/t/x/v1", "api_key": "k", "model": "policy"}
+    calls = {
+        id: caller.submit(
+            agent, {"row": ROW | {"extra_info": {"sleeps": sleeps}}, "trajectory_id": id} | told
+        )
+        for id, sleeps in (("ends", 0), ("stays", 60), ("other", 60))
+    }
+    try:
+        assert calls["ends"].result().value["score"] == 0.5
+        end, pids = time.monotonic() + 30, {}
+        while len(pids) < 3:
+            assert time.monotonic() < end
+            pids = {id: int(t) for id in calls if (t := read_file(f"{tmp_path}/{id}").strip())}
+            time.sleep(0.01)
+        calls["stays"].future.cancel()
+        while any(map(psutil.pid_exists, (pids["ends"], pids["stays"]))):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert psutil.pid_exists(pids["other"])
+    finally:
+        caller.close()
 
 
 def test_a_program_is_over_when_it_has_ended() -> None:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +23,16 @@ import torch.distributed as dist
 from agent_models import save_calling_model
 
 sys.path.insert(0, str(Path(__file__).parent))
-from agent_cases import CASES, play
+from agent_cases import AGENTS, CASES
 
-from spmdrl.config import AgentConfig, DataConfig, PpoConfig, RolloutConfig, ServeConfig
+from spmdrl.config import (
+    AgentConfig,
+    ConfigError,
+    DataConfig,
+    PpoConfig,
+    RolloutConfig,
+    ServeConfig,
+)
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.workers.caller import Submitted
 from spmdrl.rewards.workers.worker import Reply
@@ -32,6 +40,7 @@ from spmdrl.rollout.agents.endpoint import Endpoint
 from spmdrl.rollout.agents.pool import AgentPool, AgentTask, Running
 from spmdrl.rollout.agents.requests import ApiError
 from spmdrl.rollout.agents.samples import NO_TURN, from_json, to_json, training_rows
+from spmdrl.rollout.agents.server import EndpointServer, listen
 from spmdrl.rollout.agents.session import Session
 from spmdrl.rollout.agents.trajectory import Trajectory
 from spmdrl.rollout.base import Completion
@@ -42,7 +51,7 @@ from spmdrl.types import Prompt, Sample
 
 TEMPERATURE = 0.25  # at which the model says what it knows by heart
 CONFIG = PpoConfig(
-    model="-", data=DataConfig(train="-", max_prompt_tokens=100), reward="agent", agent=play,
+    model="-", data=DataConfig(train="-", max_prompt_tokens=100), reward="agent", agent=AGENTS,
     rollout=RolloutConfig(
         engine="hf", n=1, max_tokens=100, dtype="float32", temperature=TEMPERATURE
     ),
@@ -79,15 +88,20 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Round]:
         pool = AgentPool(CONFIG, tokenizer, 0, 1, "the key", len(tokenizer))
         try:
             prompts = [
-                (i, Prompt(i, [5], "d", "t", "p", {"case": case})) for i, case in enumerate(CASES)
+                (i, Prompt(i, [5], "async", "t", "p", {"case": case}))
+                for i, case in enumerate(CASES)
             ]
             questions = questions_of(prompts, 1, run_seed=0, step=1)
+            others = [(i, Prompt(i, [5], n, "t", "hi")) for i, n in enumerate(AGENTS, len(CASES))]
+            questions += questions_of(others[1:], 2, run_seed=0, step=1)
             samples, left = sample_questions(
                 Scheduler(engine, alone), questions, training_params(CONFIG.rollout),
                 tokenizer=tokenizer, by_agents=True, agents=pool,
             )  # fmt: skip
             assert not left and not pool.running and not pool.ended
-            yield Round({list(CASES)[s.group]: s for s in samples}, engine, pool)
+            names = [*CASES, *AGENTS]
+            played = {f"{names[s.group]} {s.index}".removesuffix(" 0"): s for s in samples}
+            yield Round(played, engine, pool)
         finally:
             pool.close()
             engine.shutdown()
@@ -104,7 +118,7 @@ def test_openai_chat_has_tools_streams_choices_seeds_stops_and_logprobs(played: 
     assert [text for text, _, _ in out["both"]] == ["good"] * 2
     assert all(finish == "length" and len(ids) == 4 for _, finish, ids in out["both"])
     assert out["seeded"] == ["good "] * 2
-    assert out["models"] == ["policy"]
+    assert out["models"] == ["policy"] * 2
 
 
 def test_anthropic_messages_has_tools_and_streams(played: Round) -> None:
@@ -113,6 +127,7 @@ def test_anthropic_messages_has_tools_and_streams(played: Round) -> None:
     assert out["answer"] == "it is 5" and out["usage"] == 8 and out["counted"] == len("uhi:")
     assert out["stops"] == ["tool_use", "end_turn", "max_tokens", "tool_use"]
     assert out["streamed"] == "good"
+    assert out["cut"] == ["stop_sequence", "day", "good "]
 
 
 def test_openai_responses_goes_on_by_id_or_by_items(played: Round) -> None:
@@ -121,8 +136,11 @@ def test_openai_responses_goes_on_by_id_or_by_items(played: Round) -> None:
     assert out["answer"] == out["again"] == "it is 5"
     assert out["kinds"][0] == "response.created" and out["kinds"][-1] == "response.completed"
     assert "response.output_text.delta" in out["kinds"]
+    # instructions are of one request, and what the developer says stays
+    prompts = ["sbe|sd|uhi|:", "sd|uhi|:|uhi|:", "sshort|sd|uhi|:|uhi|:|uhi|:"]
+    assert out["prompts"] == [len(p.replace("|", "")) + 2 * i for i, p in enumerate(prompts)]
     rows = played.samples["responses"].rows  # the second request for the same is a fork
-    assert [row.num_turns for row in rows] == [2, 1]
+    assert [row.num_turns for row in rows][:2] == [2, 1]
     # the item that goes on by id names the call alone
     told = [m for row in rows for m in row.messages if m["role"] == "tool"]
     assert [message["name"] for message in told] == ["add"]
@@ -150,13 +168,21 @@ REFUSED = {
     "a huge token": (400, "invalid_value"), "the best": (400, "unsupported_field"),
     "an echo with logprobs": (400, "unsupported_field"),
     "several responses": (400, "unsupported_field"),
+    "deep arguments": (400, "invalid_messages"),
+    "half a character in UTF-16": (400, "invalid_json"),
+    "a huge text": (400, "context_length_exceeded"),
+    "no such path": (404, "unknown_path"), "another method": (405, "unknown_path"),
+    "another model": (404, "model_not_found"),
 }  # fmt: skip
 
 
 def test_what_cannot_be_answered_is_refused_with_a_status_and_a_reason(played: Round) -> None:
     out = played.output("errors")
     assert {name: tuple(found[:2]) for name, found in out.items()} == REFUSED
-    assert out["many turns"][2] == CONFIG.agents.max_turns - 1  # one had half a character
+    # one had half a character, one another key beside its own
+    assert out["many turns"][2] == CONFIG.agents.max_turns - 2
+    # its end alone was encoded, which is too long: all of it would hold up other agents
+    assert int(out["a huge text"][2].split()[-1]) < 20_000
     assert "max_tokens is required" in out["anthropic"][2]
     assert "serve.max_body_mib=1 MiB" in out["huge"][2]
 
@@ -190,6 +216,19 @@ def test_an_agent_that_fails_or_never_asks_makes_an_invalid_sample(played: Round
     assert "LookupError: no such thing" in (fails.invalid or "")
     assert silent.invalid == NO_TURN and silent.agent_output == 1.0
     assert training_rows([fails, silent], n=1) == []
+
+
+def test_each_source_has_its_agent_a_function_that_blocks_or_a_program(played: Round) -> None:
+    assert played.output("plain") == {"score": 0.5, "said": "good day to you"}
+    (row,) = played.samples["plain"].rows
+    assert row.num_turns == 2
+    failed = played.samples["plain 1"]  # what it was answered is no row of the batch
+    assert "LookupError: behind two turns" in (failed.invalid or "") and failed.num_turns == 2
+    assert training_rows([failed], n=1) == []
+    for name in ("program", "program 1"):
+        out = played.output(name)
+        assert (out["score"], out["said"]) == (1, "good day to you")
+        assert [row.response for row in played.samples[name].rows] == [out["said"]]
 
 
 def test_a_trajectory_that_is_over_answers_no_more(played: Round) -> None:
@@ -315,8 +354,39 @@ def test_nothing_is_added_to_a_trajectory_that_is_closed(played: Round) -> None:
     assert refused.value.status == 410 and session.trajectory.rows == before
 
 
+def test_an_id_is_of_one_trajectory_alone(played: Round) -> None:
+    endpoint, pool = Endpoint(ServeConfig(), "policy", "the key"), played.pool
+    first, second = (
+        Session(Trajectory("x", 1), PARAMS, pool.encoders, pool.queue, pool.limits, "policy")
+        for _ in range(2)
+    )
+    endpoint.begin(first)
+    with pytest.raises(ValueError, match="there is a trajectory 'x' already"):
+        endpoint.begin(second)
+    endpoint.end("x")
+    with pytest.raises(ValueError, match="there is a trajectory 'x' already"):
+        endpoint.begin(second)
+
+
+def test_engines_take_the_port_and_those_behind_it() -> None:
+    with closing(listen("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config, servers = ServeConfig(port=port), []
+    try:
+        for engine in range(2):
+            endpoint = Endpoint(config, "policy", "the key")
+            servers.append(EndpointServer(config, endpoint, engine))
+            url = f"http://127.0.0.1:{port + engine}"
+            assert servers[-1].url == url and httpx.get(f"{url}/health").status_code == 200
+        with pytest.raises(ConfigError, match=rf"cannot listen at port {port + 1} of it"):
+            EndpointServer(config, Endpoint(config, "policy", "the key"), 1)
+    finally:
+        for server in servers:
+            server.close()
+
+
 def task_of(case: str, seed: int) -> AgentTask:
-    return AgentTask(Prompt(0, [5], "d", "t", "p", {"case": case}), 0, seed)
+    return AgentTask(Prompt(0, [5], "async", "t", "p", {"case": case}), 0, seed)
 
 
 def test_a_trajectory_of_old_weights_is_given_up(

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+from spmdrl.config import DataConfig
+from spmdrl.data.chat import Encoder
+from spmdrl.rollout.agents.call_queue import CallQueue
+from spmdrl.rollout.agents.session import Session, SessionLimits
 from spmdrl.rollout.agents.trajectory import EncodedMessages, Trajectory
-from spmdrl.rollout.base import NOT_CHOSEN, Completion
+from spmdrl.rollout.base import NOT_CHOSEN, Completion, SamplingParams
 from spmdrl.types import Message, Picture, PlacedImage
 
 
@@ -141,3 +148,42 @@ def test_addresses_of_requests_depend_on_tokens_images_and_repetitions_alone():
     found = [one.address_of(each) for each in (first, second, first, shown)]
     again = [other.address_of(each) for each in (shown, second, first, first)]
     assert sorted(found) == sorted(again) and len({*found}) == 4
+
+
+class Letters:
+    """A tokenizer whose tokens are letters, in two ways, and a 0 that ends a text."""
+
+    all_special_ids = (0,)
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(map(ord, text))}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join("<eos>" if id == 0 else chr(id % 1000) for id in ids)
+
+
+def test_a_text_has_the_tokens_of_the_longest_answer_that_it_goes_on_behind():
+    trajectory = Trajectory("t", 7)
+    letters: Any = Letters()
+    texts = Encoder(letters, DataConfig(train="-"), 99)
+    encoders: Any = SimpleNamespace(tokenizer=letters, texts=texts)
+    limits = SessionLimits(99, 9, 0, 2000)
+    session = Session(trajectory, SamplingParams(), encoders, CallQueue(), limits, "m")
+
+    def answered(prompt: list[int], ids: list[int]) -> None:
+        draft = trajectory.draft_tokens(prompt, letters.decode)
+        answer = Completion(ids, [-0.5] * len(ids), "stop", [3] * len(ids))
+        trajectory.commit(draft, answer, {"role": "assistant", "content": letters.decode(ids)})
+
+    a, b, c, d, e, f, g = map(ord, "abcdefg")
+    answered([a], [1000 + b, 1000 + c])
+    answered([a, 1000 + b, 1000 + c, d], [1000 + e, 0])
+    answered([a], [1000 + b])  # newer, and shorter
+    assert len(trajectory.rows) == 2
+    # it forks, where the row has gone on
+    assert session.text_behind("abcf") == [a, 1000 + b, 1000 + c, f]
+    # the text of an answer lacks the token that ended it
+    assert session.text_behind("abcdeg") == [a, 1000 + b, 1000 + c, d, 1000 + e, g]
+    assert session.text_behind("abcde<eos>g") == [a, 1000 + b, 1000 + c, d, 1000 + e, 0, g]
+    assert session.text_behind("abg") == [a, 1000 + b, g]
+    assert session.text_behind("ag") is None
