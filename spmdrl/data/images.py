@@ -476,7 +476,8 @@ def same_pixels(model: str, other: str) -> bool:
     mine, theirs = (load_processor(name).to_dict() for name in (model, other))
     names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std",
              "rescale_factor", "size", "crop_to_patches", "min_patches", "max_patches",
-             "max_soft_tokens", "pooling_kernel_size", "do_pan_and_scan")  # fmt: skip
+             "max_soft_tokens", "pooling_kernel_size", "do_pan_and_scan", "in_token_limit",
+             "merge_kernel_size", "pad_input")  # fmt: skip
     return all(mine.get(name) == theirs.get(name) for name in names)
 
 
