@@ -49,7 +49,7 @@ CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
 MOST_LAYOUTS = 1 << 14
 FILES = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
-    "chat_template.json",
+    "chat_template.json", "tiktoken.model",
 )  # fmt: skip
 
 
@@ -460,7 +460,9 @@ def rope_positions(num_tokens: int, spans: list[tuple[int, int]], grids: Tensor)
 
 @dataclass(frozen=True)
 class ProcessorFiles:
-    """The files that a model's processor is made of, to be written beside its weights."""
+    """The files that a model's processor is made of, to be written beside its weights. Python files
+    that these name are copied with them, and not run.
+    """
 
     model: str
 
@@ -469,6 +471,8 @@ class ProcessorFiles:
             found = cached_file(self.model, name, _raise_exceptions_for_missing_entries=False)
             if found is not None:
                 shutil.copy(found, folder)
+                for code in Path(found).parent.glob("*.py"):
+                    shutil.copy(code, folder)
 
 
 def same_pixels(model: str, other: str) -> bool:

@@ -11,7 +11,7 @@ Queries, keys and values stay one matrix, as published, so that a push or an exp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     PreTrainedConfig,
 )
 from transformers.conversion_mapping import (
@@ -37,6 +38,7 @@ from transformers.models.kimi_k25.modeling_kimi_k25 import (
 )
 
 from spmdrl.hub.kimi_vl_images import KimiVLImageProcessor
+from spmdrl.hub.moonshot_tokenizer import TikTokenTokenizer
 
 
 class MoonViTConfig(PreTrainedConfig):
@@ -44,7 +46,7 @@ class MoonViTConfig(PreTrainedConfig):
 
     model_type = "moonvit"
     base_config_key = "vision_config"
-    attribute_map = {
+    attribute_map: ClassVar = {
         "pos_emb_height": "init_pos_emb_height", "pos_emb_width": "init_pos_emb_width",
     }  # fmt: skip
     default_rope_type = "axial"
@@ -70,8 +72,8 @@ class KimiVLConfig(PreTrainedConfig):
     """config.json of Kimi-VL."""
 
     model_type = "kimi_vl"
-    sub_configs = {"text_config": AutoConfig, "vision_config": MoonViTConfig}
-    attribute_map = {"image_token_id": "media_placeholder_token_id"}
+    sub_configs: ClassVar[Any] = {"text_config": AutoConfig, "vision_config": MoonViTConfig}
+    attribute_map: ClassVar = {"image_token_id": "media_placeholder_token_id"}
     projection_layer_norm_eps = 1e-5
     video_token_id = -1  # there is none
 
@@ -133,7 +135,7 @@ def halves_of_pairs(heads: Tensor) -> Tensor:
 class MoonViT(Kimi_K25VisionModel):
     config_class = MoonViTConfig
 
-    def __init__(self, config: MoonViTConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         for layer in self.layers:
             layer.attn = MoonViTAttention(config)
@@ -142,7 +144,7 @@ class MoonViT(Kimi_K25VisionModel):
 class KimiVLModel(Kimi_K25Model):
     config_class = KimiVLConfig
 
-    def __init__(self, config: KimiVLConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.vision_tower = MoonViT(config.vision_config)
 
@@ -196,7 +198,9 @@ NAMES = (
 
 
 def register() -> None:
-    """Makes transformers find these classes for model type kimi_vl, before a folder's own code."""
+    """Has transformers find these classes for model type kimi_vl, in place of a folder's own code.
+    It finds the tokenizer for others of its name too (Kimi K2, Moonlight).
+    """
     AutoConfig.register("kimi_vl", KimiVLConfig, exist_ok=True)
     AutoModelForImageTextToText.register(
         KimiVLConfig, KimiVLForConditionalGeneration, exist_ok=True
@@ -204,6 +208,7 @@ def register() -> None:
     AutoImageProcessor.register(
         KimiVLConfig, image_processor_classes={"pil": KimiVLImageProcessor}, exist_ok=True
     )
+    AutoTokenizer.register(KimiVLConfig, tokenizer_class=TikTokenTokenizer, exist_ok=True)
     experts = get_checkpoint_conversion_mapping("qwen2_moe")
     register_checkpoint_conversion_mapping("kimi_vl", [*NAMES, *experts], overwrite=True)
 

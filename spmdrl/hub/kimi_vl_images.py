@@ -20,8 +20,6 @@ MOST_SIDE = 512  # patches: the tower has no positions beyond
 
 
 class KimiVLImageProcessor(BaseImageProcessor):
-    model_input_names = ["pixel_values", "image_grid_thw"]
-
     def __init__(
         self, patch_size: int = 14, pad_input: bool = True, in_token_limit: int = 4096,
         merge_kernel_size: Sequence[int] = (2, 2), image_mean: Sequence[float] = (0.5, 0.5, 0.5),
@@ -83,8 +81,7 @@ class KimiVLImageProcessor(BaseImageProcessor):
         side = self.patch_size
         canvas = np.zeros((rows * side, columns * side, 3), np.float32)
         canvas[:height, :width] = np.asarray(image, np.float32) / 255
-        canvas = (canvas - np.array(self.image_mean, np.float32)) / np.array(
-            self.image_std, np.float32
-        )
+        canvas -= np.array(self.image_mean, np.float32)
+        canvas /= np.array(self.image_std, np.float32)
         grid = canvas.reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)
         return grid.reshape(-1, 3, side, side), [1, rows, columns]
