@@ -20,6 +20,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoImageProcessor,
+    AutoModel,
     AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
@@ -159,11 +160,13 @@ class KimiVLModel(Kimi_K25Model):
         return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
 
 
-class KimiVLForConditionalGeneration(Kimi_K25ForConditionalGeneration):
+class KimiVLPreTrainedModel(Kimi_K25PreTrainedModel):
     config_class = KimiVLConfig
 
+
+class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, Kimi_K25ForConditionalGeneration):
     def __init__(self, config: KimiVLConfig) -> None:
-        Kimi_K25PreTrainedModel.__init__(self, config)
+        KimiVLPreTrainedModel.__init__(self, config)
         self.model = KimiVLModel(config)
         text: Any = config.text_config
         self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
@@ -202,6 +205,7 @@ def register() -> None:
     It finds the tokenizer for others of its name too (Kimi K2, Moonlight).
     """
     AutoConfig.register("kimi_vl", KimiVLConfig, exist_ok=True)
+    AutoModel.register(KimiVLConfig, KimiVLModel, exist_ok=True)
     AutoModelForImageTextToText.register(
         KimiVLConfig, KimiVLForConditionalGeneration, exist_ok=True
     )

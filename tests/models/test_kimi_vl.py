@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tiny_models import png
 from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate, layer_norm
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from vision_checks import vision_of
 
 from spmdrl.data.images import ProcessorFiles
@@ -31,6 +31,7 @@ from spmdrl.hub.kimi_vl import KimiVLForConditionalGeneration
 from spmdrl.hub.kimi_vl_images import KimiVLImageProcessor
 from spmdrl.hub.moonshot_tokenizer import NUM_SPECIAL, WORDS, TikTokenTokenizer
 from spmdrl.hub.remote_code import allow_code, has_foreign_code
+from spmdrl.hub.vision_classifiers import register_classifier
 from spmdrl.types import Picture
 
 PUBLISHED = {
@@ -136,6 +137,21 @@ def test_the_token_of_images_is_a_token_like_any_other_in_an_answer(folder: Path
     embedded = nn.functional.embedding(ids, model.get_input_embeddings().weight)
     plain = model.model.language_model(inputs_embeds=embedded, use_cache=False)
     assert torch.equal(model.model(input_ids=ids, use_cache=False)[0], plain[0])
+
+
+def test_a_reward_model_of_it_is_saved_by_the_published_names(folder: Path, tmp_path: Path) -> None:
+    config = load_hf_config(str(folder))
+    register_classifier(config)
+    config.num_labels = 1
+    made = AutoModelForSequenceClassification.from_pretrained(folder, config=config)
+    made.save_pretrained(tmp_path)
+    wanted = {name for name in PUBLISHED if "lm_head" not in name} | {"score.weight"}
+    assert load_file(tmp_path / "model.safetensors").keys() >= wanted
+    again, found = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, config=config, output_loading_info=True
+    )
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    assert torch.equal(again.score.weight, made.score.weight)
 
 
 @pytest.mark.parametrize("size", [(16, 8), (13, 9), (100, 60)])
