@@ -49,7 +49,7 @@ CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
 MOST_LAYOUTS = 1 << 14
 FILES = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
-    "chat_template.json",
+    "chat_template.json", "tiktoken.model",
 )  # fmt: skip
 
 
@@ -460,7 +460,9 @@ def rope_positions(num_tokens: int, spans: list[tuple[int, int]], grids: Tensor)
 
 @dataclass(frozen=True)
 class ProcessorFiles:
-    """The files that a model's processor is made of, to be written beside its weights."""
+    """The files that a model's processor is made of, to be written beside its weights. Python files
+    that these name are copied with them, and not run.
+    """
 
     model: str
 
@@ -469,6 +471,8 @@ class ProcessorFiles:
             found = cached_file(self.model, name, _raise_exceptions_for_missing_entries=False)
             if found is not None:
                 shutil.copy(found, folder)
+                for code in Path(found).parent.glob("*.py"):
+                    shutil.copy(code, folder)
 
 
 def same_pixels(model: str, other: str) -> bool:
@@ -476,7 +480,8 @@ def same_pixels(model: str, other: str) -> bool:
     mine, theirs = (load_processor(name).to_dict() for name in (model, other))
     names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std",
              "rescale_factor", "size", "crop_to_patches", "min_patches", "max_patches",
-             "max_soft_tokens", "pooling_kernel_size", "do_pan_and_scan")  # fmt: skip
+             "max_soft_tokens", "pooling_kernel_size", "do_pan_and_scan", "in_token_limit",
+             "merge_kernel_size", "pad_input")  # fmt: skip
     return all(mine.get(name) == theirs.get(name) for name in names)
 
 

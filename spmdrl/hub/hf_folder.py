@@ -24,6 +24,7 @@ from transformers import (
 
 from spmdrl.cli.paths import check_model_path
 from spmdrl.config import ConfigError
+from spmdrl.hub import kimi_vl  # noqa: F401 (transformers finds its classes from here on)
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
 from spmdrl.hub.transformers_compat import model_class
 from spmdrl.hub.vision_families import FAMILIES

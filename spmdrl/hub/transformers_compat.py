@@ -6,9 +6,11 @@ says which of these broke.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 
@@ -22,6 +24,20 @@ def model_class(auto: Any, config_class: type[PreTrainedConfig]) -> Any:
 def has_model_class(auto: Any, config_class: type[PreTrainedConfig]) -> bool:
     """Returns whether an auto class knows a model for such a config. Reads its _model_mapping."""
     return config_class in auto._model_mapping
+
+
+@contextmanager
+def kept_config_classes() -> Iterator[None]:
+    """Has AutoConfig know afterwards what it knows now: vLLM registers classes of its own for some
+    model types. Reads and writes the _extra_content of CONFIG_MAPPING.
+    """
+    registered: Any = CONFIG_MAPPING._extra_content
+    kept = dict(registered)
+    try:
+        yield
+    finally:
+        registered.clear()
+        registered.update(kept)
 
 
 def takes_attention_functions(model_class: Any) -> bool:

@@ -9,7 +9,7 @@ between families is declared here, and read by the data, by engine fsdp and by t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, tensor, zeros_like
@@ -87,6 +87,8 @@ GRID = VisionFamily(
     ("pixel_values", "image_grid_thw"), grid_layout, least=least_grid, mrope=True, masks=2,
     in_pixels=True,
 )  # fmt: skip
+# Kimi-VL: the same, with positions in one row and images that keep their size
+KIMI = replace(GRID, mrope=False, in_pixels=False)
 
 
 # ---- Gemma
@@ -161,6 +163,7 @@ FAMILIES: dict[str, VisionFamily] = {
     "glm4v": GRID,
     "glm4v_moe": GRID,
     "glm46v": GRID,
+    "kimi_vl": KIMI,
     "gemma3": VisionFamily(
         ("pixel_values",), gemma3_layout,
         text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),

@@ -15,7 +15,7 @@ loaders are not asked: their mistakes are what this is to find.
     experts.E.down_proj, w2   expert E of w2_weight (experts, hidden, columns): the r-th columns
     the same, whole experts   with n on a rank: all of expert E, as r's number E - r * n
     weight_scale_inv          as the weight in FP8 that it scales, a row for each 128 rows
-    visual.*.qkv              rows of its heads of each third; Qwen2-VL's: the r-th part
+    visual.*.qkv, wqkv        rows of its heads of each third; Qwen2-VL's: the r-th part
 
 transformers' own models hold all of it; their w13_weight and w2_weight are called gate_up_proj and
 down_proj. Models with a vision tower call their language model's weights in ways of their own: here
@@ -230,7 +230,7 @@ def place_of(
             return ExpectedSlice(spelling, held, expected)
         if spelling.endswith("experts.w2_bias") and held.shape == tensor.shape and tp_rank > 0:
             tensor = torch.zeros_like(tensor)  # the ranks' products are added up, a bias once
-        by_heads = leaf == "qkv" and hasattr(module_of(model, owner), "num_kv_heads")
+        by_heads = leaf in ("qkv", "wqkv") and hasattr(module_of(model, owner), "num_kv_heads")
         cut = thirds if by_heads else split
         return ExpectedSlice(spelling, *cut(held, tensor, tp_rank, tp_size))
     if expert is not None:

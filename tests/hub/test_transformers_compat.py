@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Qwen3Config,
@@ -37,6 +38,22 @@ def test_transformers_still_maps_configs_to_classes_in_model_mapping() -> None:
     assert transformers_compat.model_class(classifiers, WhisperConfig) is None
     assert transformers_compat.has_model_class(classifiers, Qwen3Config)
     assert not transformers_compat.has_model_class(classifiers, WhisperConfig)
+
+
+def test_transformers_still_has_configs_that_are_registered_in_extra_content() -> None:
+    class Own(Qwen3Config):
+        model_type = "own"
+
+    class Other(Own):
+        pass
+
+    with transformers_compat.kept_config_classes():
+        AutoConfig.register("own", Own)
+        with transformers_compat.kept_config_classes():
+            AutoConfig.register("own", Other, exist_ok=True)
+        assert type(AutoConfig.for_model("own")) is Own
+    with pytest.raises(ValueError, match="Unrecognized model identifier: own"):
+        AutoConfig.for_model("own")
 
 
 def test_transformers_still_says_which_models_take_another_attention() -> None:

@@ -121,6 +121,16 @@ FAMILIES = [
                                   "n_routed_experts": 128, "n_shared_experts": 2,
                                   "first_k_dense_replace": 1}),
 ]  # fmt: skip
+KIMI_VL = {"text_config": {  # config.json of Kimi-VL-A3B
+    "vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264, "n_shared_experts": 2,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "n_routed_experts": 64, "routed_scaling_factor": 2.446,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
+    "num_experts_per_tok": 6, "moe_layer_freq": 1, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "scoring_func": "sigmoid", "rms_norm_eps": 1e-5, "rope_theta": 8e5,
+    "rope_scaling": None, "max_position_embeddings": 131072,
+}}  # fmt: skip
 FAMILIES += [
     Family("Qwen3.5, all published", "qwen3_5", rollout_dtype="bfloat16", tower=True),
     Family("Qwen3.5-MoE, all published", "qwen3_5_moe", rollout_dtype="bfloat16", tower=True),
@@ -128,6 +138,7 @@ FAMILIES += [
     Family("Gemma 4, all published", "gemma4", tower=True),
     Family("Mistral Small 3", "mistral3", tower=True),
     Family("Llama 4 Scout, Maverick", "llama4", tower=True),
+    Family("Kimi-VL", "kimi_vl", KIMI_VL, tower=True),
 ]
 GEMMA4 = {"vision_config": {}, "text_config": {"use_bidirectional_attention": "vision"}}
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
@@ -156,6 +167,7 @@ FAMILIES += [
     Family("GLM 4.1V (glm4v)", "glm4v", GLM_V, images=True),
     Family("GLM 4.5V (glm4v_moe)", "glm4v_moe", GLM_V_MOE, images=True),
     Family("GLM 4.6V (glm46v)", "glm46v", GLM_V, images=True),
+    Family("Kimi-VL", "kimi_vl", KIMI_VL, images=True),
     Family("InternVL 2.5 to 3.5", "internvl", images=True),
     Family("Mistral Small 3", "mistral3", images=True),
 ]

@@ -12,6 +12,8 @@ from typing import Any
 import transformers as hf
 from tiny_models import CHARS, save_tokenizer
 
+from spmdrl.hub.kimi_vl_images import KimiVLImageProcessor
+
 SIDE = 8  # of the square of pixels that is a token
 
 
@@ -49,6 +51,10 @@ GEMMA4_TOKENS = {
 }  # fmt: skip
 INTERNVL_TOKENS = {"start": "<img>", "image_token_id": "<IMG_CONTEXT>", "end": "</img>"}
 PIXTRAL_TOKENS = {"image_token_index": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"}
+KIMI_TOKENS = {
+    "start": "<|media_start|>", "content": "<|media_content|>",
+    "media_placeholder_token_id": "<|media_pad|>", "end": "<|media_end|>",
+}  # fmt: skip
 
 PIXELS = {"shortest_edge": 64, "longest_edge": 1024}
 QWEN_PIXELS = hf.Qwen2VLImageProcessorPil(patch_size=4, size=PIXELS)
@@ -66,7 +72,7 @@ GLM = Sight(
     GLM_TOKENS, "<|begin_of_image|><|image|><|end_of_image|>",
     hf.Glm4vImageProcessorPil(patch_size=4, size=PIXELS), VIT | {"image_size": 32},
 )  # fmt: skip
-SIGHTS = {
+SIGHTS: dict[str, Sight] = {
     "qwen2_vl": Sight(
         GRID_TOKENS, QWEN_SHOWN, QWEN_PIXELS,
         {"depth": 2, "embed_dim": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
@@ -83,6 +89,11 @@ SIGHTS = {
     "glm4v": GLM,
     "glm4v_moe": GLM,
     "glm46v": replace(GLM, processor=hf.Glm46VImageProcessorPil(patch_size=4, size=PIXELS)),
+    "kimi_vl": Sight(
+        KIMI_TOKENS, "<|media_start|>image<|media_content|><|media_pad|><|media_end|>",
+        KimiVLImageProcessor(patch_size=4, in_token_limit=64),
+        SIGLIP | {"init_pos_emb_height": 8, "init_pos_emb_width": 8},
+    ),
     "gemma3": Sight(
         GEMMA3_TOKENS, "<start_of_image>",
         hf.Gemma3ImageProcessorPil(size={"height": 24, "width": 24}),

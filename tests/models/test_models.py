@@ -72,6 +72,7 @@ TRIED = {
     "mistral3 with images": ["vllm"],
     "qwen3_5 with images": ["fsdp"],
     "internvl with images": ["vllm_tp2"],
+    "kimi_vl with images": ["fsdp", "vllm_tp2"],
 }
 
 

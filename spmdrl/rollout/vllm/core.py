@@ -29,7 +29,7 @@ from spmdrl.distributed.env import without_garbage_collection
 from spmdrl.hub.hf_folder import has_tower, language_config, load_hf_config, whole_config
 from spmdrl.hub.quantized_weights import is_mxfp4, quantization_of
 from spmdrl.hub.remote_code import has_foreign_code
-from spmdrl.hub.transformers_compat import model_class
+from spmdrl.hub.transformers_compat import kept_config_classes, model_class
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
@@ -172,7 +172,8 @@ def engine_args(
 
 def started(args: Any, executor: type, return_routed_experts: bool, on_cpu: bool) -> Any:
     """Returns the engine that the EngineArgs describe. Raises what vLLM raises, and ConfigError."""
-    vllm_config = args.create_engine_config()
+    with kept_config_classes():
+        vllm_config = args.create_engine_config()
     require(
         not return_routed_experts or vllm_config.cache_config.enable_prefix_caching,
         f"actor.router_replay: vLLM has no prefix cache for {args.model}, by whose blocks it keeps "

@@ -84,6 +84,10 @@ def items_of(looks: ImageLimits, images: Sequence[Pixels]) -> Any:
     config = looks.vision.sizes.config
     kind, sizes = config.model_type, [len(pixels["pixel_values"]) for pixels in images]
     counts = torch.tensor(sizes)
+    if kind == "kimi_vl":
+        found = together(images)
+        found["image_grid_hws"] = found.pop("image_grid_thw")[:, 1:]
+        return compat.image_items(found, flat={"pixel_values": counts})
     if "image_grid_thw" in images[0]:
         return compat.image_items(together(images), flat={"pixel_values": counts})
     if kind == "gemma3":
