@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from spmdrl.distributed.topology import Topology
     from spmdrl.rewards.runner import RewardRunner
     from spmdrl.training.roles import Sampler
+    from spmdrl.training.run_images import with_replies
     from spmdrl.training.runtime import Runtime
     from spmdrl.types import Prompt, Sample
 
@@ -310,7 +311,6 @@ def sampler_of(
         build_agents,
         build_dialogue,
         build_reward_model,
-        with_replies,
     )
     from spmdrl.training.language_judge import build_judge
     from spmdrl.training.roles import Sampler

@@ -43,7 +43,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Distillation over what a teacher, ref.model, finds likely. docs/distillation.md"""
+    """Distillation over what a teacher finds likely. docs/distillation.md"""
 
     # jsd: the generalised Jensen-Shannon divergence of GKD, between both
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
@@ -53,6 +53,9 @@ class DistillationConfig:
     tail: bool = True
     coef: float = 1.0  # of its loss, beside that of the rewards or of the given responses
     loss_max_clamp: float | None = None  # nats: a token's loss is at most this; verl's is 10
+    # reference: ref.model, which is the run's own initial model where the data has hints; policy:
+    # the policy itself, with the weights that it has at the step, and the hint (data.hint_key)
+    teacher: Literal["reference", "policy"] = "reference"
 
 
 # Losses of pairs, which spmdrl/algo/preference_losses.py defines; those that read a reference.
@@ -167,5 +170,10 @@ class AlgoConfig:
         loss, free = self.policy_loss, self.loss_args.get("reference_free", False)
         record = getattr(loss, "pairs", loss)
         compares = getattr(record, "reference", False) or loss in REFERENCE_LOSSES
-        distils = self.distillation is not None
+        distils = self.distillation is not None and not self.policy_teaches
         return self.kl_coef > 0 or distils or (compares and not free)
+
+    @property
+    def policy_teaches(self) -> bool:
+        """Whether the policy is its own teacher, and the reference, if there is one, is none."""
+        return self.distillation is not None and self.distillation.teacher == "policy"

@@ -75,6 +75,15 @@ class DataConfig(PolicyRowsConfig):
     # the column with an answer of somebody else to learn from, or with several; a row may have
     # none. algo.demonstrations says how many of a prompt's answers they are
     demonstration_key: str | None = None
+    # the column with a hint, such as a reference solution, which the teacher's prompt has and the
+    # student's has not: on-policy self-distillation. docs/distillation.md
+    hint_key: str | None = None
+    # what the teacher is asked in place of the user's last turn, or of a prompt that is a string
+    hint_template: str = (
+        "{prompt}\n\nFor reference, this is a correct answer:\n\n{hint}\n\nNow answer the question "
+        "yourself."
+    )
+    max_hint_prompt_tokens: int = 2048  # of a prompt with its hint; longer: overlong_prompts
     prompts_per_step: int = 64
     max_prompt_tokens: int = 1024
     overlong_prompts: Literal["filter", "truncate", "error"] = "filter"  # truncate keeps the end

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from spmdrl.config import ConfigError, DataConfig, SamplerConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.demonstrations import DemonstrationReader
+from spmdrl.data.hints import HintReader
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.pictures import open_picture, says_image, size_of, with_parts
 from spmdrl.data.prompt_fields import (
@@ -101,9 +102,10 @@ class RowChecker:
         takes_truth: Callable[[str], bool],
         sampler: SamplerConfig | None = None,
         demonstrations: DemonstrationReader | None = None,
+        hints: HintReader | None = None,
     ) -> None:
-        """sampler: of the run, where each row is to be marked for it. demonstrations: where those
-        of the rows are read.
+        """sampler: of the run, where each row is to be marked for it. demonstrations, hints: where
+        those of the rows are read.
         """
         self.config, self.encoder, self.vision = config, encoder, vision
         self.needs_truth, self.wrong_truth = needs_truth, wrong_truth
@@ -112,7 +114,7 @@ class RowChecker:
         self.num_escaped = 0
         self.left_out: Counter[str] = Counter()
         self.images = MostImages()
-        self.sampler, self.demonstrations = sampler, demonstrations
+        self.sampler, self.demonstrations, self.hints = sampler, demonstrations, hints
         self.demonstrated: Counter[str] = Counter()
         self.marks: list[tuple[str, float]] = []  # data source and difficulty of each row
 
@@ -125,7 +127,10 @@ class RowChecker:
             self.marks[-1] = (fields.data_source, difficulty_of(row, self.sampler))
         self.check_truth(fields, row)
         found = encode(fields, self.encoder, self.config, self.vision)
-        fits = len(found.ids) <= self.config.max_prompt_tokens
+        length = len(found.ids)
+        if self.hints is not None:
+            length = self.hints.length(fields, row, length)
+        fits = length <= self.config.max_prompt_tokens
         self.sources.add(fields.data_source)
         self.num_escaped += found.escaped
         if fits:
@@ -134,7 +139,7 @@ class RowChecker:
             self.demonstrated.update(self.demonstrations.counts(row, found.text))
         if self.vision is not None:
             self.images = self.images.beside(fields, self.vision, fits)
-        return len(found.ids)
+        return length
 
     def check_truth(self, fields: PromptFields, row: dict[str, Any]) -> None:
         """Raises BadRow for a ground truth that the reward needs and the row has not, that it would
@@ -225,5 +230,11 @@ def handle_overlong(
             f"{files.names}: all {len(rows)} prompts are longer than max_prompt_tokens={limit} "
             f"(shortest {usable.min()}, longest {longest} tokens), so none is left. "
             f"Raise max_prompt_tokens to {longest}, or set overlong_prompts to 'truncate'."
+            + (
+                " With their hints they may be longer than max_hint_prompt_tokens="
+                f"{config.max_hint_prompt_tokens}, too."
+                if config.hint_key
+                else ""
+            )
         )
     return rows[usable <= limit]

@@ -54,8 +54,7 @@ def columns_of(config: DataConfig) -> tuple[str, ...]:
     others = ("extra_info", "metadata", "images", "image", "videos", "tools", "instruction")
     known = (*PROMPTS, *TRUTHS, *SOURCES, *others)
     keys = [config.prompt_key, config.ground_truth_key]
-    if config.demonstration_key is not None:
-        keys.append(config.demonstration_key)
+    keys += [key for key in (config.demonstration_key, config.hint_key) if key is not None]
     if needs_difficulty(config.sampler):
         keys.append(config.sampler.difficulty_key)
     return tuple(dict.fromkeys((*columns_at(*keys), *known)))
@@ -192,9 +191,12 @@ def check_prompt(field: str, prompt: Any, parts: bool = False) -> None:
 
 
 def encode(
-    fields: PromptFields, encoder: Encoder, config: DataConfig, vision: ImageProcessor | None
-) -> Encoded:
-    """Token ids of a prompt, images included. Raises BadRow, ConfigError."""
+    fields: PromptFields, encoder: Encoder, config: DataConfig, vision: ImageProcessor | None,
+    limit: str = "max_prompt_tokens",
+) -> Encoded:  # fmt: skip
+    """Token ids of a prompt, images included. limit: the field that the encoder's limit is from.
+    Raises BadRow, ConfigError.
+    """
     if not fields.images and not fields.has_parts:
         return encoder.prompt(fields.prompt)
     if vision is None:
@@ -207,7 +209,7 @@ def encode(
     if len(found.ids) > encoder.limit and config.overlong_prompts == "truncate":
         raise BadRow(
             f"field 'images': a prompt of {len(found.ids)} tokens with images cannot be cut to "
-            f"max_prompt_tokens={encoder.limit}: raise it, set image_max_pixels, or set "
+            f"{limit}={encoder.limit}: raise it, set image_max_pixels, or set "
             "overlong_prompts to 'filter'"
         )
     return found

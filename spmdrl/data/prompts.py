@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from spmdrl.config import ConfigError, DataConfig, SamplerConfig
 from spmdrl.data.benchmarks import BENCHMARKS
 from spmdrl.data.chat import Encoder
 from spmdrl.data.demonstrations import DemonstrationReader, report_demonstrations
+from spmdrl.data.hints import HintReader
 from spmdrl.data.images import ImageLimits, ImageProcessor
 from spmdrl.data.prompt_checks import MostImages, RowChecker, RowsSeen, handle_overlong
 from spmdrl.data.prompt_fields import (
@@ -87,13 +89,14 @@ class PromptDataset:
         marked: PromptRows | None = None,
         reader: DemonstrationReader | None = None,
         demonstrated: Mapping[str, int] = MappingProxyType({}),
+        hints: HintReader | None = None,
     ) -> None:
         self.files, self.rows = files, rows  # rows: (len(self),) int64, global row numbers
         self.vision, self.images, self.num_tokens = vision, images, num_tokens
         self.encoder, self.config, self.data_sources = encoder, config, data_sources
         self.num_overlong, self.num_bad, self.num_escaped = num_overlong, num_bad, num_escaped
         self.left_out, self.marked = left_out, marked
-        self.reader, self.demonstrated = reader, demonstrated
+        self.reader, self.demonstrated, self.hints = reader, demonstrated, hints
 
     @classmethod
     def load(
@@ -110,6 +113,7 @@ class PromptDataset:
         takes_truth: Callable[[str], bool] = lambda data_source: True,
         sampler: SamplerConfig | None = None,
         demonstration_tokens: int = 0,
+        hinted: bool = False,
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
@@ -120,7 +124,7 @@ class PromptDataset:
         that several columns which may be it are an error.
         sampler: of the run, where these prompts are drawn by it. demonstration_tokens: the most of
         a demonstration, where those of the rows are read (config.demonstration_key); 0: they are
-        not.
+        not. hinted: whether every row must have a hint, where config.hint_key names its column.
         Raises ConfigError, the same on every rank, for a file that cannot be read, for the first
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
@@ -132,8 +136,9 @@ class PromptDataset:
         key, reader = config.demonstration_key, None
         if key is not None and demonstration_tokens:
             reader = DemonstrationReader.of(key, encoder, demonstration_tokens)
+        hints = HintReader.of(config, encoder, vision) if hinted and config.hint_key else None
         checker = RowChecker(
-            config, encoder, vision, needs_truth, wrong_truth, takes_truth, sampler, reader
+            config, encoder, vision, needs_truth, wrong_truth, takes_truth, sampler, reader, hints
         )
         lengths = measure_rows(files, checker.length, topology, config.on_bad_row)
         rows = np.flatnonzero(lengths != BAD_ROW)
@@ -143,9 +148,12 @@ class PromptDataset:
             rows = handle_overlong(files, rows, lengths, overlong, config)
             if topology.rank == 0:
                 word = {"filter": "left out", "truncate": "cut to their end"}
+                more = "" if hints is None else (
+                    f", or with their hint than max_hint_prompt_tokens={hints.encoder.limit},"
+                )  # fmt: skip
                 logger.info(
-                    "%d of %d prompts are longer than max_prompt_tokens=%d and were %s",
-                    *(len(overlong), len(files), config.max_prompt_tokens),
+                    "%d of %d prompts are longer than max_prompt_tokens=%d%s and were %s",
+                    *(len(overlong), len(files), config.max_prompt_tokens, more),
                     word[config.overlong_prompts],
                 )
         seen = checker.of_all_ranks(len(files), topology)
@@ -155,7 +163,7 @@ class PromptDataset:
             files, rows, encoder, config, seen.data_sources, len(overlong), num_bad,
             seen.num_escaped, seen.left_out, vision, seen.images,
             np.minimum(lengths[rows], config.max_prompt_tokens), marked_rows(seen, rows),
-            reader, seen.demonstrations,
+            reader, seen.demonstrations, hints,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -176,6 +184,17 @@ class PromptDataset:
             fields.prompt if isinstance(fields.prompt, list) else None, fields.images,
             () if self.reader is None else self.reader.read(content, text),
         )  # fmt: skip
+
+    def hinted(self, row: int) -> Prompt:
+        """The prompt whose id this is with the row's hint in it, as a teacher is asked it. Raises
+        ConfigError where the data has it no longer.
+        """
+        assert self.hints is not None
+        prompt, content = self.by_id(row), self.files.row(row)
+        path = self.files.locate(row)[0].path
+        fields = prompt_fields(content, path, self.config, self.vision is not None)
+        found = self.hints.encode(fields, content)
+        return replace(prompt, token_ids=found.ids, text=found.text)
 
     def looks(self, *others: PromptDataset) -> ImageLimits | None:
         """Returns the limits of images for an engine that is asked these prompts; None where it

@@ -53,8 +53,10 @@ from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay.keeper import SampleKeeper
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.roles import Roles, Sampler, Trainer
+from spmdrl.training.run_images import batch_images, shows_more_images, with_replies
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
+from spmdrl.training.teacher_prompts import hints_of
 from spmdrl.training.topologies import Topologies, build_topologies
 from spmdrl.training.weight_sync import WeightSync, exhaust
 from spmdrl.training.weight_versions import WeightVersions
@@ -139,7 +141,7 @@ def build(
             topologies.scoring, rewards, reward_model, dialogue, agents, judge,
         )  # fmt: skip
         roles = build_roles(
-            config, runtime, topologies, tokenizer, sampler, weights, trainers, images
+            config, runtime, topologies, tokenizer, sampler, weights, trainers, images, prompts
         )
         if rollout is not None and roles.sleeps:
             rollout.sleep()
@@ -232,6 +234,7 @@ def build_scheduler(
 def build_roles(
     config: PpoConfig, runtime: Runtime, topologies: Topologies, tokenizer: Any, sampler: Sampler,
     weights: WeightSync, trainers: dict[str, Trainer], images: BatchImages | None,
+    prompts: PromptDataset,
 ) -> Roles:  # fmt: skip
     """Puts together all that a step works with. Collective."""
     replays = config.actor.router_replay is not None
@@ -246,6 +249,7 @@ def build_roles(
         leftover=leftover_of(config),
         routing=routing_of(load_hf_config(config.model)) if replays else None,
         reply_images=images if shows_more_images(config) else None,
+        hints=hints_of(prompts, images),
     )  # fmt: skip
 
 
@@ -318,7 +322,7 @@ def load_train(config: PpoConfig, tokenizer: Any, topology: Topology) -> PromptD
     sampler = config.data.sampler
     tracked = sampler if is_tracked(sampler) else None
     longest = config.rollout.max_tokens if config.algo.demonstrations else 0
-    return load_dataset(config.data.train, config, tokenizer, topology, "", tracked, longest)
+    return load_dataset(config.data.train, config, tokenizer, topology, "", tracked, longest, True)
 
 
 def load_held_out(
@@ -336,15 +340,16 @@ def load_held_out(
 def load_dataset(
     paths: str | tuple[str, ...], config: PpoConfig, tokenizer: Any, topology: Topology,
     benchmark: str = "", sampler: SamplerConfig | None = None, demonstration_tokens: int = 0,
+    hinted: bool = False,
 ) -> PromptDataset:  # fmt: skip
-    """Collective. sampler, demonstration_tokens: as of PromptDataset.load."""
+    """Collective. sampler, demonstration_tokens, hinted: as of PromptDataset.load."""
     data, hf = prompts_of(config), load_hf_config(config.model)
     vision = ImageProcessor.load(config.model, hf, data)
     reward = rewards_of(config)
     return PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
         needs_truth(reward), truth_checker(reward), vision, benchmark, takes_truth(reward), sampler,
-        demonstration_tokens,
+        demonstration_tokens, hinted,
     )  # fmt: skip
 
 
@@ -406,36 +411,6 @@ def start_from(source: TrainEngine, engine: TrainEngine | None, bucket_bytes: in
     finally:
         exhaust(weights)
     return digest.hexdigest()[:16]
-
-
-def with_replies(looks: ImageLimits | None, config: PpoConfig) -> ImageLimits | None:
-    """Returns the limits of images with those that replies, or agents' messages, may show."""
-    sections = (("multi_turn", config.multi_turn), ("agents", config.agents))
-    for section, limits in sections:
-        if looks is not None and limits.max_images:
-            looks = looks.with_replies(limits.max_images, limits.max_image_tokens, section)
-    return looks
-
-
-def batch_images(
-    config: PpoConfig, looks: ImageLimits | None, prompts: PromptDataset
-) -> BatchImages | None:
-    """None where no sequence shows an image. An agent's rows have none of the data's but those that
-    it has sent.
-    """
-    if looks is None or not looks.per_prompt:
-        return None
-    return BatchImages(looks.vision, prompts.by_id if config.agent is None else no_images)
-
-
-def shows_more_images(config: PpoConfig) -> bool:
-    """Whether replies, or agents' messages, may show images that are not the data's."""
-    return bool(config.multi_turn.max_images or config.agents.max_images)
-
-
-def no_images(row: int) -> Prompt:
-    """Stands for the prompt of an agent's row (data.images.BatchImages.by_id)."""
-    return Prompt(row, [], "", None, "")
 
 
 def build_dialogue(

@@ -22,7 +22,6 @@ from spmdrl.training.build import (
     check_kept,
     load_dataset,
     load_train,
-    with_replies,
 )
 from spmdrl.training.checks.agents import agent_lines, check_agent_data, check_parser
 from spmdrl.training.checks.describe import describe
@@ -31,6 +30,7 @@ from spmdrl.training.checks.memory_fit import rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.checks.packing import trial_lines
 from spmdrl.training.elastic import check_memory_of_sizes
+from spmdrl.training.run_images import with_replies
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Prompt, Sample
@@ -79,7 +79,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
                   f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
                   "in their text",
                   *left_out_lines(dataset.left_out), *image_lines(dataset),
-                  *demonstration_lines(dataset.demonstrated),
+                  *demonstration_lines(dataset.demonstrated), *hint_lines(dataset),
                   *(mixture if name == "train" else []),
                   *held_out_lines(name, len(dataset), config),
                   *scored_examples(examples_of(dataset), rewards, config.rewards),
@@ -107,6 +107,15 @@ def image_lines(dataset: PromptDataset) -> list[str]:
     if not most.per_prompt:
         return []
     return [f"  images: at most {most.per_prompt} in a prompt, and {most.largest[0]} tokens in one"]
+
+
+def hint_lines(dataset: PromptDataset) -> list[str]:
+    """Returns a line with the first prompt as a teacher is asked it, where it sees a hint."""
+    if dataset.hints is None:
+        return []
+    first = dataset.hinted(dataset.prompt(0).id)
+    return [f"  with its hint prompt {first.id} has {len(first.token_ids)} tokens: "
+            f"...{first.text[-200:]!r}"]  # fmt: skip
 
 
 def held_out_lines(name: str, num_prompts: int, config: PpoConfig) -> list[str]:

@@ -25,6 +25,7 @@ from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.language_judge import LanguageJudge
 from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay_buffer import ReplayBuffer
+from spmdrl.training.teacher_prompts import HintedPrompts
 from spmdrl.training.weight_sync import WeightSync
 from spmdrl.training.weight_versions import WeightVersions
 from spmdrl.types import Batch
@@ -116,6 +117,7 @@ class Roles:
     weight_bytes: int = 0  # that this rank sent, since it was last reported
     routing: Routing | None = None  # of the actor's experts, where their choice is replayed
     reply_images: BatchImages | None = None  # where tools or an environment may show images
+    hints: HintedPrompts | None = None  # where the teacher sees hints
 
     @property
     def sleeps(self) -> bool:
@@ -130,9 +132,14 @@ class Roles:
 
     @property
     def teacher_topk(self) -> int:
-        """Returns how many tokens a reference that is a teacher names in each place; else 0."""
+        """Returns how many tokens a teacher names in each place; 0 where there is none."""
         distillation = self.config.algo.distillation
         return 0 if distillation is None else distillation.topk
+
+    @property
+    def policy_teaches(self) -> bool:
+        """Whether the policy is its own teacher, and the reference, if there is one, is none."""
+        return self.config.algo.policy_teaches
 
     @property
     def trainers(self) -> list[Trainer]:

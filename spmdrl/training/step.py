@@ -33,6 +33,7 @@ from spmdrl.training.push_weights import push_weights
 from spmdrl.training.reference_sync import sync_reference
 from spmdrl.training.roles import Roles, train
 from spmdrl.training.staleness import staleness
+from spmdrl.training.teacher_logprobs import compute_ref_logprobs, compute_teacher_logprobs
 from spmdrl.types import Batch
 
 
@@ -54,6 +55,7 @@ def train_step(
         compute_ref_logprobs(roles, batches)
         compute_values(roles, batches)
         compute_old_logprobs(roles, batches)
+        compute_teacher_logprobs(roles, batches)
         explain_mismatch(roles, batches, step)
         if roles.prm is not None:
             update_process_reward_model(roles, batches)
@@ -66,24 +68,6 @@ def train_step(
     if push:
         push_weights(roles, version=step)
     return batches
-
-
-def compute_ref_logprobs(roles: Roles, batches: TrainBatches) -> None:
-    """Sets ref_logprobs by the frozen reference model, where there is one; of a teacher also
-    teacher_ids and teacher_logprobs.
-    """
-    ref = roles.ref
-    if ref is None or not ref.here:
-        return
-    with roles.phases("ref_logprobs", ref.topology):
-        ref.model.onload()
-        for batch in PROGRESS.each(batches.of(ref), "mini-batches"):
-            stats = ref.model.logprobs(
-                batch, roles.temperature, images=ref.images, top_k=roles.teacher_topk
-            )
-            batch.ref_logprobs = stats.logprobs
-            batch.teacher_ids, batch.teacher_logprobs = stats.top_ids, stats.top_logprobs
-        ref.model.offload()
 
 
 def compute_values(roles: Roles, batches: TrainBatches) -> None:
@@ -123,7 +107,8 @@ def compute_advantages(roles: Roles, batches: TrainBatches, step: int) -> None:
     The actor's ranks do it, with statistics over all of them.
     """
     actor, config = roles.actor, roles.config
-    of_teacher = ("teacher_ids", "teacher_logprobs") if roles.teacher_topk else ()
+    asks_ref = roles.teacher_topk and not roles.policy_teaches
+    of_teacher = ("teacher_ids", "teacher_logprobs") if asks_ref else ()
     send_to_role(roles, batches, ("ref_logprobs", *of_teacher), roles.ref, actor)
     send_to_role(roles, batches, ("values",), roles.critic, actor)
     send_to_role(roles, batches, ("prm_logprobs",), roles.prm, actor)

@@ -27,12 +27,15 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.distributed.placement import place, training_roles
+from spmdrl.training.checks import distillation
 from spmdrl.training.checks.algorithms import check_algo
 from spmdrl.training.checks.distillation import check_distillation, check_tokenizers
 from spmdrl.training.checks.memory_fit import changes
 from spmdrl.training.checks.memory_plan import supervised_plan
 from spmdrl.training.checks.ranges import check_bounds
+from spmdrl.training.checks.rl import check_read
 from spmdrl.training.checks.supervised import check_sft
+from spmdrl.training.checks.timeline import works_of
 from spmdrl.training.run_identity import identity
 
 HF = Qwen3Config(vocab_size=len(CHARS))
@@ -53,6 +56,7 @@ def config_of(teacher="teacher", reward_coef=0.0, changes=None, **distillation):
 
 def check_all(config, hosted=False):
     check_bounds(config)
+    check_read(config)
     check_distillation(config, HF, hosted)
     check_algo(config)
 
@@ -76,6 +80,56 @@ NONSENSE = [
     ({"changes": {"prm": TrainConfig()}}, ["process reward model"]),
     ({"changes": {"strict": True}}, ["strict=True", "batch-invariant"]),
 ]
+
+
+HINTED = {"data": DataConfig("t", hint_key="tip")}
+POLICY = {"teacher": None, "changes": HINTED, "by": "policy"}
+SENSE_HINTED = [
+    POLICY, POLICY | {"by": "reference"}, POLICY | {"teacher": "m", "by": "reference"},
+    {"changes": HINTED}, POLICY | {"reward_coef": 1.0},
+]  # fmt: skip
+NONSENSE_HINTED = [
+    ({"teacher": None, "by": "policy"}, "teacher='policy': with the same prompt"),
+    (POLICY | {"teacher": "other"}, "ref.model='other' has no effect"),
+    ({"changes": {"data": DataConfig("t", hint_template="{prompt}{hint}")}},
+     "hint_template='{prompt}{hint}' has no effect without data.hint_key"),
+    ({"changes": {"data": DataConfig("t", max_hint_prompt_tokens=9)}}, "has no effect without"),
+    (POLICY | {"changes": {"data": DataConfig("t", hint_key="tip", hint_template="{prompt}")}},
+     "hint_template has no {hint}"),
+    (POLICY | {"changes": HINTED | {"agent": ["a"]}}, "agents write their prompts themselves"),
+    (POLICY | {"changes": HINTED | {"prm": TrainConfig()}}, "process reward model"),
+    (POLICY | {"changes": HINTED | {"actor": TrainConfig(router_replay="rollout")}},
+     "teacher='policy' with actor.router_replay"),
+    (POLICY | {"changes": {"data": DataConfig("t", hint_key="tip", max_hint_prompt_tokens=40_000)}},
+     "max_hint_prompt_tokens=40000 + rollout.max_tokens=1024 = 41024 tokens, but the teacher's"),
+    (POLICY | {"changes": HINTED, "taught": False}, "there is no teacher to see it"),
+]  # fmt: skip
+
+
+def hinted_config(by="reference", taught=True, **settings):
+    config = config_of(**settings)
+    distillation = replace(config.algo.distillation, teacher=by) if taught else None
+    coef = config.algo.reward_coef if taught else 1.0
+    return replace(config, algo=replace(config.algo, distillation=distillation, reward_coef=coef))
+
+
+@pytest.mark.parametrize("settings", SENSE_HINTED)
+def test_with_hints_the_model_itself_may_teach(settings, monkeypatch):
+    monkeypatch.setattr(distillation, "load_hf_config", lambda name: HF)
+    config = hinted_config(**settings)
+    check_all(config)
+    assert ("ref" in training_roles(config)) == (settings.get("by") != "policy")
+    works = [work.phase for work in works_of(config)]
+    assert ("teacher_logprobs" in works) == (settings.get("by") == "policy")
+
+
+@pytest.mark.parametrize(("settings", "words"), NONSENSE_HINTED)
+def test_hints_that_nobody_sees_are_refused(settings, words, monkeypatch):
+    monkeypatch.setattr(distillation, "load_hf_config", lambda name: HF)
+    config = hinted_config(**settings)
+    with pytest.raises(ConfigError) as error:
+        check_all(config)
+    assert words in str(error.value), str(error.value)
 
 
 @pytest.mark.parametrize("settings", SENSE, ids=str)

@@ -134,9 +134,9 @@ def check_teacher(config: PpoConfig) -> None:
     if algo.reward_coef > 0:
         return
     require(
-        ref.model not in (None, config.model),
+        ref.model not in (None, config.model) or config.data.hint_key is not None,
         "algo.reward_coef=0 leaves the reference alone to learn from, which is the model itself "
-        "and teaches it nothing: set ref.model to a teacher",
+        "and teaches it nothing: set ref.model to a teacher, or data.hint_key",
     )
     asks = {
         "overlong_buffer": algo.overlong_buffer, "dynamic_sampling": algo.dynamic_sampling,

@@ -195,5 +195,22 @@ def algorithm_lines(config: PpoConfig) -> list[str]:
         "algorithm",
         chosen,
         f"  old logprobs: {old}",
+        *teacher_lines(config),
         *[f"  {text}" for text, is_on in extra.items() if is_on],
     ]
+
+
+def teacher_lines(config: PpoConfig) -> list[str]:
+    """Returns lines that say what is learnt from a teacher, and what it sees, if there is one."""
+    d, hint = config.algo.distillation, config.data.hint_key
+    teacher = config.ref.model or "the initial model"
+    if config.algo.policy_teaches:
+        teacher = "the policy itself"
+    lines = []
+    if d is not None:
+        lines.append(f"  distillation from {teacher}: {d.coef:g} x {d.loss} over its {d.topk} "
+                     f"likeliest tokens, beside {config.algo.reward_coef:g} x rewards")  # fmt: skip
+    if hint is not None:
+        lines.append(f"  {teacher} sees {hint!r} in its prompt, of at most "
+                     f"{config.data.max_hint_prompt_tokens} tokens")  # fmt: skip
+    return lines

@@ -6,20 +6,36 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from spmdrl.config import DistillationConfig, PpoConfig, SftConfig, TrainConfig, require
-from spmdrl.hub.hf_folder import load_tokenizer
+from spmdrl.algo.losses import loss_of
+from spmdrl.config import (
+    DataConfig,
+    DistillationConfig,
+    PpoConfig,
+    SftConfig,
+    TrainConfig,
+    require,
+)
+from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.training.checks.common import check_other_model, check_reference_options
+from spmdrl.training.checks.options import shown
 
 
 def check_distillation(config: PpoConfig, hf: PreTrainedConfig, hosted: bool = False) -> None:
-    """Raises ConfigError where algo.distillation does not go with the rest.
+    """Raises ConfigError where algo.distillation, or the hints of a teacher, do not go with the
+    rest.
 
     hf: the config of the model; hosted: the actor is another program's.
     """
+    check_hints(config, hf)
     distillation = config.algo.distillation
     if distillation is None:
         return
-    check_teacher("algo.distillation", distillation, config.ref, config.model, hf)
+    if distillation.teacher == "policy":
+        check_options("algo.distillation", distillation, hf)
+        check_policy_as_teacher(config)
+    else:
+        hinted = config.data.hint_key is not None
+        check_teacher("algo.distillation", distillation, config.ref, config.model, hf, hinted)
     require(
         config.prm is None,
         "algo.distillation makes the reference a teacher, and a process reward model measures "
@@ -34,6 +50,69 @@ def check_distillation(config: PpoConfig, hf: PreTrainedConfig, hosted: bool = F
         not hosted,
         "algo.distillation: an actor of another program is not asked for the teacher's tokens; "
         "use algo.kl_in='reward' (docs/distillation.md)",
+    )
+
+
+def check_policy_as_teacher(config: PpoConfig) -> None:
+    """Refuses a policy that would teach itself nothing, or whose experts are not known."""
+    require(
+        config.data.hint_key is not None,
+        "algo.distillation.teacher='policy': with the same prompt the policy teaches itself "
+        "nothing. Set data.hint_key to a column that the teacher alone sees",
+    )
+    require(
+        config.actor.router_replay is None,
+        "algo.distillation.teacher='policy' with actor.router_replay: the rollout engine has sent "
+        "no tokens of a prompt with a hint to experts. Leave out one of them, or use "
+        "teacher='reference'",
+    )
+
+
+def check_hints(config: PpoConfig, hf: PreTrainedConfig) -> None:
+    """Refuses hints that no teacher sees, and those that have no place in its prompt. hf: the
+    config of the model.
+    """
+    data, algo, default = config.data, config.algo, DataConfig("")
+    if data.hint_key is None:
+        for name in ("hint_template", "max_hint_prompt_tokens"):
+            require(
+                getattr(data, name) == getattr(default, name),
+                f"data.{name}={getattr(data, name)!r} has no effect without data.hint_key",
+            )
+        return
+    where = f"data.hint_key={data.hint_key!r}"
+    require(
+        algo.distillation is not None or algo.kl_coef > 0,
+        f"{where} has no effect: there is no teacher to see it. Set algo.distillation, or "
+        "algo.kl_coef with kl_in='reward' (docs/distillation.md)",
+    )
+    for place in ("{prompt}", "{hint}"):
+        require(
+            place in data.hint_template,
+            f"data.hint_template has no {place}: it is what the teacher is asked, with {{prompt}} "
+            "and {hint} where these belong",
+        )
+    reasons = {
+        "agents write their prompts themselves, in which a hint has no place": (
+            config.agent is not None
+        ),
+        "a process reward model measures itself by the reference, which must see what it sees": (
+            config.prm is not None
+        ),
+        f"algo.policy_loss={shown(algo.policy_loss)} compares with the reference's probability of "
+        "whole answers, which must see the policy's prompt": loss_of(algo).pairs is not None,
+    }
+    for reason, is_so in reasons.items():
+        require(not is_so, f"{where}: {reason}. Leave out one of them")
+    teacher = config.ref.model or config.model
+    taught = hf if teacher == config.model else load_hf_config(teacher)
+    limit = getattr(taught.get_text_config(), "max_position_embeddings", None)
+    longest = data.max_hint_prompt_tokens + config.rollout.max_tokens
+    require(
+        limit is None or longest <= limit,
+        f"data.max_hint_prompt_tokens={data.max_hint_prompt_tokens} + rollout.max_tokens="
+        f"{config.rollout.max_tokens} = {longest} tokens, but the teacher's "
+        f"max_position_embeddings is {limit}",
     )
 
 
@@ -54,6 +133,11 @@ def check_sft_distillation(config: SftConfig, hf: PreTrainedConfig) -> None:
             "weighs the cross-entropy: leave it out",
         )
         return
+    require(
+        distillation.teacher == "reference",
+        "distillation.teacher='policy': on given answers the teacher is ref.model; a teacher with "
+        "hints is of spmdrl.ppo",
+    )
     check_teacher("distillation", distillation, ref, config.model, hf)
     assert ref.model is not None
     require(
@@ -65,24 +149,27 @@ def check_sft_distillation(config: SftConfig, hf: PreTrainedConfig) -> None:
 
 def check_teacher(
     field: str, distillation: DistillationConfig, ref: TrainConfig, model: str,
-    hf: PreTrainedConfig,
+    hf: PreTrainedConfig, hinted: bool = False,
 ) -> None:  # fmt: skip
-    """Checks the options of `field`, and that there is a teacher. hf: the config of `model`."""
-    check_options(field, distillation)
+    """Checks the options of `field`, and that there is a teacher. hf: the config of `model`;
+    hinted: the teacher sees hints, so that it may be the model.
+    """
+    check_options(field, distillation, hf)
     require(
-        ref.model not in (None, model),
+        hinted or ref.model not in (None, model),
         f"{field} learns from ref.model, which is {ref.model!r}: set it to a teacher, another "
         "model than the run's",
     )
+
+
+def check_options(field: str, distillation: DistillationConfig, hf: PreTrainedConfig) -> None:
+    """hf: the config of the model."""
+    loss, beta = distillation.loss, distillation.beta
     vocab = hf.get_text_config().vocab_size
     require(
         distillation.topk <= vocab,
         f"{field}.topk={distillation.topk}, but the model has {vocab} tokens",
     )
-
-
-def check_options(field: str, distillation: DistillationConfig) -> None:
-    loss, beta = distillation.loss, distillation.beta
     require(
         loss == "jsd" or beta == DistillationConfig().beta,
         f"{field}.beta={beta} has no effect on loss={loss!r}: 'jsd' reads it",

@@ -174,6 +174,7 @@ def memory_plan(
                 for names in ranks_by_roles(placement))  # fmt: skip
     lines += copies_of_checkpoint(config, saved)
     process = process_gib(*(ENGINES[name] for name in engine_names(config)))
+    process += teacher_gib_of_rl(config, placement, prompt_tokens)
     return MemoryPlan(tuple(lines), tuple(timelines), world, gpu_gib, process, engine, judge)
 
 
@@ -210,14 +211,24 @@ def role_memories(
     step = config.data.prompts_per_step * config.rollout.n
     lens = config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens
     sequences = np.atleast_1d(lens) + config.rollout.max_tokens
+    hinted = sequences
+    if config.data.hint_key is not None:  # as long as they may be
+        hinted = np.full_like(sequences, config.data.max_hint_prompt_tokens)
+        hinted += config.rollout.max_tokens
     roles = {}
     for name, role in training_roles(config).items():
         ranks = len(placement.roles[name])
         samples = step * sharing_ranks(role) / ranks
-        if name != "ref":
-            samples /= config.algo.mini_batches
-        tokens = fullest(role, samples, sequences)
-        roles[name] = memory_of(name, role, config.model, ranks, tokens=tokens, on_gpu=on_gpu)
+        asked = memory_of(
+            name, role, config.model, ranks, tokens=fullest(role, samples, hinted), on_gpu=on_gpu
+        )
+        if name == "ref":
+            roles[name] = asked
+            continue
+        tokens = fullest(role, samples / config.algo.mini_batches, sequences)
+        trained = memory_of(name, role, config.model, ranks, tokens=tokens, on_gpu=on_gpu)
+        is_teacher = name == "actor" and config.algo.policy_teaches
+        roles[name] = replace(trained, forward=asked.forward) if is_teacher else trained
     if config.reward_model is not None:
         role, scorers = train_config(config.reward_model), len(placement.roles["reward"])
         roles["reward_model"] = memory_of(
@@ -324,13 +335,32 @@ def supervised_plan(
 
 
 def teacher_gib(config: SupervisedConfig, world: int, row_tokens: Array) -> float:
-    """GiB on the host of what the teacher says of a rank's rows in a step: an id and a
-    log-probability of each of its tokens, in each place.
-    """
+    """GiB on the host of what the teacher says of a rank's rows in a step."""
     if not isinstance(config, SftConfig) or config.distillation is None:
         return 0.0
     rows = config.data.batch_size * sharing_ranks(config.actor) / world
-    return math.ceil(rows) * float(row_tokens.mean()) * 8 * config.distillation.topk / GIB
+    return gib_of_teacher(rows, float(row_tokens.mean()), config.distillation.topk)
+
+
+def teacher_gib_of_rl(
+    config: PpoConfig, placement: Placement, prompt_tokens: Array | None
+) -> float:
+    """GiB on the host of what the teacher says of a rank's samples in a step. prompt_tokens: as of
+    memory_plan.
+    """
+    if config.algo.distillation is None:
+        return 0.0
+    lens = config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens
+    mean = float(np.mean(lens)) + config.rollout.max_tokens
+    samples = config.data.prompts_per_step * config.rollout.n
+    holders = {n: role for n, role in training_roles(config).items() if n in ("actor", "ref")}
+    share = max(sharing_ranks(role) / len(placement.roles[n]) for n, role in holders.items())
+    return gib_of_teacher(samples * share, mean, config.algo.distillation.topk)
+
+
+def gib_of_teacher(num_seqs: float, mean_tokens: float, topk: int) -> float:
+    """GiB of an id and a log-probability of each of the teacher's tokens, in each place."""
+    return math.ceil(num_seqs) * mean_tokens * 8 * topk / GIB
 
 
 # ---- checkpoints

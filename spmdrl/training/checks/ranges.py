@@ -28,7 +28,7 @@ CALL_S: tuple[float, None] = (0.01, None)  # a process is asked and answers
 
 BOUNDS: Bounds = {
     "DataConfig.prompts_per_step": COUNT, "DataConfig.max_prompt_tokens": COUNT,
-    "DataConfig.max_eval_prompts": COUNT,
+    "DataConfig.max_eval_prompts": COUNT, "DataConfig.max_hint_prompt_tokens": COUNT,
     "SamplerConfig.temperature": POSITIVE, "SamplerConfig.pace_start": (TINY, 1),
     "SamplerConfig.target_rate": (0, 1), "SamplerConfig.floor": POSITIVE,
     "SamplerConfig.rate_decay": (0, 1), "SamplerConfig.success_reward": (-1e15, None),

@@ -61,10 +61,12 @@ def works_of(config: PpoConfig) -> list[Work]:
     """Returns the phases of a step in their order (training/step.py).
 
     A role stays on the device from its first phase to its last: the critic from `values` to its
-    update, the actor from its old log-probabilities to the end of the push.
+    update, the actor from its old log-probabilities, or what it says as its own teacher, to the end
+    of the push.
     """
     asks_actor = needs_old_logprobs(config.algo) and not config.algo.correction.bypass
-    early = frozenset({"actor"} if asks_actor else ())
+    teaches = config.algo.policy_teaches
+    early = frozenset({"actor"} if asks_actor or teaches else ())
     critic, actor = frozenset({"critic"}), frozenset({"actor"})
     works = [
         Work("rollout", "sample"),
@@ -75,6 +77,8 @@ def works_of(config: PpoConfig) -> list[Work]:
     ]
     if asks_actor:
         works.append(Work("old_logprobs", "look", "actor", critic | actor))
+    if teaches:
+        works.append(Work("teacher_logprobs", "look", "actor", critic | actor))
     return [
         *works,
         Work("update_prm", "update", "prm", critic | early | {"prm"}),

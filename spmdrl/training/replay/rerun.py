@@ -33,6 +33,7 @@ from spmdrl.training.rl import restore_algorithm
 from spmdrl.training.roles import Roles, Sampler
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.step import train_step
+from spmdrl.training.teacher_prompts import load_hints
 from spmdrl.training.topologies import build_topologies
 from spmdrl.types import Sample
 
@@ -131,10 +132,14 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
     if edit is not None and edit.rescores:
         rewards = RewardRunner(rewards_of(config), config.rewards, topology.world)
     replays = config.actor.router_replay is not None
+    tokenizer, hints = load_tokenizer(config.model), None
+    if config.data.hint_key is not None:  # kept samples have prompts without their hints
+        with phases("load data"):
+            hints = load_hints(built, tokenizer, topology)
     return Roles(
         replace(plan.config, strict=False, log_samples=0), topology, topologies.sampling,
         topologies.training, topologies.weights, phases, P2PChannel(topology),
-        load_tokenizer(config.model),
+        tokenizer,
         Sampler(topologies.rollout, None, topologies.scoring, rewards),
         weights=None, mailbox=None,
         actor=trainers["actor"], ref=trainers.get("ref"), critic=trainers.get("critic"),
@@ -142,6 +147,7 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
         entropy_coef=plan.config.algo.entropy_coef,
         replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
         routing=routing_of(load_hf_config(config.model)) if replays else None,
+        hints=hints,
     )  # fmt: skip
 
 

@@ -31,10 +31,10 @@ from spmdrl.rollout.request_images import images_of_request
 from spmdrl.rollout.sampling import questions_of, sample_questions, training_params
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.rollout.vllm.engine import VllmEngine
-from spmdrl.training.build import no_images
 from spmdrl.training.checks.agents import check_agent_data
 from spmdrl.training.checks.turns import check_reply_images
 from spmdrl.training.logs.metrics import with_image_files
+from spmdrl.training.run_images import no_images
 from spmdrl.types import Picture, PlacedImage, Prompt
 
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}

@@ -1,0 +1,218 @@
+"""Self-distillation under torchrun: the teacher sees a hint that the student does not. Its numbers
+are those of a loop by transformers in float64, the same on any ranks, and by both of its weights.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import metrics_of, train
+from tiny_models import CHARS, save_qwen3
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.ranks
+
+VOCAB = 40  # at most 64, so that a teacher can name all tokens
+TEMPLATE = "{prompt} (is {hint}) "
+CONFIG = f"""
+from spmdrl.config import *
+
+def score(response, ground_truth):
+    return float(response.startswith(ground_truth))
+
+config = PpoConfig(
+    model="student",
+    data=DataConfig(train="rows.jsonl", prompts_per_step=6, max_prompt_tokens=12,
+                    hint_key="extra_info.solution", hint_template="{TEMPLATE}",
+                    max_hint_prompt_tokens=32),
+    reward=score, rewards=RewardConfig(workers=1),
+    run_dir="run", steps=3, eval_every=0,
+    algo=AlgoConfig(
+        advantage="reinforce", reward_coef=0.0,
+        distillation=DistillationConfig("forward_kl", topk={VOCAB}, teacher="policy"),
+    ),
+    rollout=RolloutConfig(engine="hf", n=2, max_tokens=6, temperature=0.8, dtype="float32",
+                          kv_cache_mib=32),
+    ref=TrainConfig(dtype="float32"),
+    actor=TrainConfig(dtype="float32", micro_batch_tokens=64, optim=OptimConfig(lr=1e-2)),
+    checkpoint=CheckpointConfig(every_steps=2),
+    trackers=(), log_sample_tokens=64,
+)
+"""
+
+
+def row(n: int) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": f"{n}+{n % 7}="}]
+    return {
+        "data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": str(n + n % 7)},
+        "extra_info": {"solution": "so " * (1 + n % 3) + str(n + n % 7)},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hinted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiny_models.CHARS", CHARS[:VOCAB])
+        save_qwen3(path / "student", vocab_size=VOCAB, num_hidden_layers=1, initializer_range=0.15)
+    Path(path, "rows.jsonl").write_text("".join(json.dumps(row(n)) + "\n" for n in range(14)))
+    Path(path, "cfg.py").write_text(CONFIG)
+    return path
+
+
+def ppo(folder: Path, ranks: int, name: str, *args: str) -> list[dict]:
+    done = train(folder, ranks, "--config", "cfg.py", "--run_dir", name, *args)
+    assert done.code == 0, done.output[-4000:]
+    return metrics_of(folder / name)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """On one rank, the policy its own teacher."""
+    return ppo(folder, 1, "alone")
+
+
+@pytest.fixture(scope="module")
+def sharded(folder):
+    """The same on two."""
+    return ppo(folder, 2, "sharded")
+
+
+# ---- by transformers, in float64
+
+
+def prompts_of(n: int) -> tuple[str, str]:
+    """Without and with the hint, written down by hand."""
+    hint = "so " * (1 + n % 3) + str(n + n % 7)
+    return f"{n}+{n % 7}=", f"{n}+{n % 7}= (is {hint}) "
+
+
+def logprobs(model: Any, tokenizer: Any, prompt: str, answer: list[int]) -> Tensor:
+    """(len(answer), VOCAB) at the temperature that the policy samples at."""
+    asked = tokenizer(prompt)["input_ids"]
+    logits = model(torch.tensor([[*asked, *answer]])).logits[0, len(asked) - 1 : -1]
+    return (logits / 0.8).log_softmax(-1)
+
+
+def loss_of(folder: Path, run: str, teacher: Path, step: int = 1) -> tuple[Tensor, Any]:
+    """The mean over all tokens of KL(teacher with the hint || student), and the student."""
+    student, frozen = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+        for path in (folder / "student", teacher)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
+    losses = []
+    for text in Path(folder, run, f"samples/step_{step}.jsonl").read_text().splitlines():
+        sample = json.loads(text)
+        answer = tokenizer.convert_tokens_to_ids(sample["tokens"])
+        plain, hinted = prompts_of(sample["prompt_id"])
+        assert sample["prompt"] == plain
+        q = logprobs(student, tokenizer, plain, answer)
+        with torch.no_grad():
+            p = logprobs(frozen, tokenizer, hinted, answer)
+        losses.append((p.exp() * (p - q)).sum(-1))
+    assert len(losses) == 12
+    return torch.cat(losses).mean(), student
+
+
+def test_loss_and_gradient_are_those_of_the_whole_distributions(folder, alone):
+    """The teacher of the first step is the student itself, which has seen the hint."""
+    found = alone[0]
+    loss, student = loss_of(folder, "alone", folder / "student")
+    gradient = torch.autograd.grad(loss, list(student.parameters()))
+    norm = torch.stack([part.norm() for part in gradient]).norm()
+    assert loss.item() > 0.5
+    assert found["actor/distillation_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["actor/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert found["actor/teacher_mass"] == pytest.approx(1, abs=1e-5)
+
+
+# ---- ranks, weights of the teacher, resume
+
+
+def same(rows: list[dict], want: list[dict]) -> None:
+    """But for how evenly the ranks work."""
+    assert [found["step"] for found in rows] == [right["step"] for right in want]
+    for found, right in zip(rows, want, strict=True):
+        left = {n: v for n, v in right.items() if n != "balance/imbalance"}
+        assert {n: found[n] for n in left} == pytest.approx(left, rel=2e-4, abs=1e-5)
+
+
+def test_two_ranks_have_the_numbers_of_one(alone, sharded):
+    same(sharded, alone)
+
+
+REFERENCE = ("--algo.distillation.teacher", "reference")
+FOLLOWS = ("--algo.ref_model_sync_steps", "1", "--algo.ref_model_mixup_alpha", "1.0")
+
+
+def test_a_reference_that_follows_at_once_is_the_policy(folder, alone):
+    """A second copy of the weights, which becomes the policy after each step."""
+    same(ppo(folder, 2, "follows", *REFERENCE, *FOLLOWS), alone)
+
+
+@pytest.mark.megatron
+def test_the_initial_weights_teach_on_ranks_of_their_own(folder, alone):
+    """By Megatron-core, apart from the actor: the first step is the same, the second is not."""
+    rows = ppo(
+        folder, 2, "apart", *REFERENCE, "--ref.engine", "megatron",
+        "--placement", json.dumps({"actor": "0", "rollout": "0", "ref": "1"}), "--steps", "2",
+    )  # fmt: skip
+    same(rows[:1], alone[:1])
+    assert rows[1]["actor/distillation_loss"] != pytest.approx(
+        alone[1]["actor/distillation_loss"], rel=1e-2
+    )
+
+
+def test_resumed_is_bit_for_bit_the_run_left_alone(folder, sharded):
+    ppo(folder, 2, "parted", "--steps", "2")
+    rows = ppo(folder, 2, "parted", "--resume", "auto")
+    assert [found["step"] for found in rows] == [1, 2, 3]
+    assert rows == sharded
+
+
+def test_the_sampled_tokens_kl_is_to_the_teacher_with_the_hint(folder):
+    """Without algo.distillation: the reference sees the hint, log p_teacher - log p_student."""
+    rows = ppo(
+        folder, 2, "sampled", "--algo.distillation", "None", "--algo.kl_coef", "1.0",
+        "--algo.kl_in", "reward", "--algo.kl_estimator", "k1", "--steps", "1",
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
+    model = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64).eval()
+    values = []
+    for text in Path(folder, "sampled/samples/step_1.jsonl").read_text().splitlines():
+        sample = json.loads(text)
+        answer = tokenizer.convert_tokens_to_ids(sample["tokens"])
+        with torch.no_grad():
+            own, theirs = (
+                logprobs(model, tokenizer, prompt, answer)[range(len(answer)), answer]
+                for prompt in prompts_of(sample["prompt_id"])
+            )
+        values.append(own - theirs)
+    assert rows[0]["reward/kl"] == pytest.approx(torch.cat(values).mean().item(), rel=1e-4)
+
+
+def test_the_base_of_an_adapter_teaches_it(folder, alone):
+    """Without a second copy; a new adapter changes nothing, so the first step is the same."""
+    rows = ppo(folder, 2, "adapter", *REFERENCE, "--actor.lora.rank", "4", "--steps", "2")
+    for name in ("distillation_loss", "entropy", "student_mass"):
+        assert rows[0][f"actor/{name}"] == pytest.approx(alone[0][f"actor/{name}"], rel=2e-4)
+    assert rows[1]["actor/distillation_loss"] > 0.1
+
+
+def test_a_dry_run_shows_what_the_teacher_is_asked(folder):
+    done = train(folder, 1, "--config", "cfg.py", "--dry-run", "--ranks", "2")
+    assert done.code == 0, done.output[-4000:]
+    for words in (
+        "with its hint prompt 0 has 15 tokens: ...'0+0= (is so 0) '",
+        "  distillation from the policy itself: 1 x forward_kl over its 40 likeliest tokens, besi",
+        "  the policy itself sees 'extra_info.solution' in its prompt, of at most 32 tokens",
+        "    teacher_logprobs",
+    ):
+        assert done.output.count(words) == 1, (words, done.output)
