@@ -107,7 +107,7 @@ def evaluation_of(config: PpoConfig, checkpoint: str, out: str) -> PpoConfig:
     return replace(
         config, model=str(Path(checkpoint, "hf")) if checkpoint else config.model,
         resume=checkpoint or "never", run_dir=str(folder), placement={}, critic=None, prm=None,
-        profile=None, actor=TrainConfig(), ref=TrainConfig(),
+        profile=None, actor=TrainConfig(), ref=TrainConfig(), teachers={},
         rollout=replace(config.rollout, sleep=False),
     )  # fmt: skip
 

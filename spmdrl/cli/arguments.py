@@ -229,6 +229,9 @@ def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
             inner = node.get(names[0])
             inner = inner if isinstance(inner, Mapping) else {}
             return {**node, names[0]: _replaced(inner, names[1:], value, "--")}
+        key, left = entry_of(node, names)
+        if left:
+            return {**node, key: _replaced(node[key], left, value, flag)}
         return {**node, ".".join(names): value}
     known = [f.name for f in dataclasses.fields(node)]
     if isinstance(node, AlgoConfig) and names[0] in MOVED:
@@ -255,6 +258,17 @@ def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
     return dataclasses.replace(node, **{names[0]: converted(inner, wanted, flag)})
 
 
+def entry_of(groups: Mapping[str, Any], names: list[str]) -> tuple[str, list[str]]:
+    """Returns the key of a mapping of groups that the names begin with, and the names behind it;
+    none where no group is named. A key may have dots in it.
+    """
+    for key, group in groups.items():
+        inner = key.split(".")
+        if dataclasses.is_dataclass(group) and names[: len(inner)] == inner:
+            return key, names[len(inner) :]
+    return "", []
+
+
 def above_of(flag: str, names: list[str]) -> str:
     """Returns the part of a flag before these names: "algo." of --algo.gamma and ["gamma"]."""
     return flag[2:].removesuffix(".".join(names))
@@ -278,6 +292,12 @@ def checked(node: Any, where: str) -> Any:
         value = converted(value, hints[field.name], place)
         if dataclasses.is_dataclass(value) and not callable(value):
             value = checked(value, where)
+        elif isinstance(value, Mapping):
+            is_group = {key: dataclasses.is_dataclass(item) for key, item in value.items()}
+            value = {
+                key: checked(item, where) if is_group[key] and not callable(item) else item
+                for key, item in value.items()
+            }
         values[field.name] = value
     return dataclasses.replace(node, **values)
 

@@ -9,12 +9,12 @@ import dataclasses
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from spmdrl.cli.hub_names import DATA_SUFFIXES, as_tuple, data_name, model_name
-from spmdrl.config import ConfigError, RunConfig, SupervisedConfig
+from spmdrl.config import ConfigError, RunConfig, SupervisedConfig, TeacherEndpoint
 
 MAX_PATH = 4096  # Linux
 
@@ -44,6 +44,8 @@ def model_fields(config: RunConfig) -> dict[str, str]:
     """Returns the fields that name a model or an adapter, by their dotted keys."""
     found = {}
     for where, node in nodes_of(config):
+        if isinstance(node, TeacherEndpoint):  # its model is on another machine
+            continue
         for name in ("model", "adapter"):
             value = getattr(node, name, None)
             if isinstance(value, str) and (value or f"{where}{name}" == "model"):
@@ -56,8 +58,10 @@ def nodes_of(node: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     yield where, node
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from nodes_of(value, f"{where}{field.name}.")
+        groups = value if isinstance(value, Mapping) else {"": value}
+        for key, group in groups.items():
+            if dataclasses.is_dataclass(group) and not isinstance(group, type):
+                yield from nodes_of(group, f"{where}{field.name}.{key}{'.' * bool(key)}")
 
 
 def check_model_path(name: str, model: str) -> None:

@@ -63,6 +63,7 @@ from spmdrl.config.run import (
 from spmdrl.config.training import (
     LoraConfig,
     OptimConfig,
+    TeacherEndpoint,
     TrainConfig,
     checkpointing_of,
 )
@@ -112,6 +113,7 @@ __all__ = [
     "SupervisedConfig",
     "TRACKERS",
     "Tracker",
+    "TeacherEndpoint",
     "TrainConfig",
     "WeightsConfig",
     "checkpointing_of",

@@ -16,7 +16,7 @@ from spmdrl.config.data import AnswerDataConfig, DataConfig, PreferenceDataConfi
 from spmdrl.config.rewards import JudgeConfig, RewardConfig, RewardModelConfig, SandboxConfig
 from spmdrl.config.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ServeConfig
 from spmdrl.config.run import CheckpointConfig, KeepSamplesConfig, RunConfig, WeightsConfig
-from spmdrl.config.training import OptimConfig, TrainConfig
+from spmdrl.config.training import OptimConfig, TeacherEndpoint, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,14 @@ class PpoConfig(RunConfig):
     serve: ServeConfig = field(default_factory=ServeConfig)
     actor: TrainConfig = field(default_factory=TrainConfig)
     ref: TrainConfig = field(default_factory=TrainConfig)
+    # several teachers in place of ref: data_source -> its teacher, or another source that has the
+    # same; "*": of all other sources. docs/distillation.md
+    teachers: Mapping[str, TrainConfig | TeacherEndpoint | str] = field(default_factory=dict)
     critic: TrainConfig | None = None  # required by gae
     prm: TrainConfig | None = None  # process reward model, trained online; required by prime
     # role -> ranks: {"actor": "0-3", "rollout": "4-7", "reward": "4"}; roles: actor, rollout, ref,
-    # critic, prm, reward. Not named: actor, rollout on all; the others with actor, reward: rollout
+    # teachers.<data_source>, critic, prm, reward. Not named: actor, rollout on all; the others with
+    # actor, reward: rollout
     placement: Mapping[str, str | int | tuple[int, ...]] = field(default_factory=dict)
     # rollout and trainer logprobs are equal in every bit, or the run stops; not compared in steps
     # that learn from older weights' samples, or in which the critic alone learns

@@ -114,6 +114,18 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
+@dataclass(frozen=True)
+class TeacherEndpoint:
+    """A teacher of distillation behind vLLM's OpenAI-compatible server. docs/distillation.md"""
+
+    url: str  # of its API: "http://10.0.0.7:8000/v1"
+    model: str  # the name under which the server has it
+    api_key_env: str | None = None  # the environment variable with the key; None: it wants none
+    max_concurrent: int = 16  # requests of a rank at the same time, each about one sequence
+    timeout_s: float = 300.0  # of one request
+    retries: int = 4  # of a request that failed, each after twice the time
+
+
 def checkpointing_of(role: TrainConfig, on_gpu: bool) -> bool | Literal["selective"]:
     """Returns what activation_checkpointing means where the role is trained."""
     if role.activation_checkpointing != "auto":

@@ -38,6 +38,7 @@ from spmdrl.data.prompt_fields import (
     PROMPTS,
     SCHEMA,
     columns_of,
+    data_source_of,
     encode,
     prompt_fields,
 )
@@ -195,6 +196,13 @@ class PromptDataset:
         fields = prompt_fields(content, path, self.config, self.vision is not None)
         found = self.hints.encode(fields, content)
         return replace(prompt, token_ids=found.ids, text=found.text)
+
+    def data_source(self, row: int) -> str:
+        """The data source of the prompt whose id this is."""
+        path = self.files.locate(row)[0].path
+        found = data_source_of(self.files.row(row), path, self.config)
+        assert isinstance(found, str)  # the row has been checked
+        return found
 
     def looks(self, *others: PromptDataset) -> ImageLimits | None:
         """Returns the limits of images for an engine that is asked these prompts; None where it

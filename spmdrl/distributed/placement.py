@@ -2,8 +2,8 @@
 
     placement={"actor": "0-3", "rollout": "4-7", "ref": "4-5", "critic": "6-7", "reward": "4"}
 
-A role that is not named: actor and rollout live on all ranks, ref, critic and prm with the actor,
-reward with the rollout. Imports no torch.
+A role that is not named: actor and rollout live on all ranks, ref, teachers, critic and prm with
+the actor, reward with the rollout. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, SupervisedConfig, TrainConfig
 
 Ranks = tuple[int, ...]  # of the job, ascending
+TEACHERS = "teachers."  # what the names of teachers' roles begin with; a data source follows
 ROLES = ("actor", "rollout", "ref", "critic", "prm", "reward")
 FOLLOWS = {"ref": "actor", "critic": "actor", "prm": "actor", "reward": "rollout"}
 
@@ -47,7 +48,7 @@ def place(config: PpoConfig, world: int) -> Placement:
     """Raises ConfigError where a role or a rank is unknown, or a rank would have nothing to do."""
     asked = config.placement
     for name in asked:
-        if name not in ROLES:
+        if name not in ROLES and not name.startswith(TEACHERS):
             near = difflib.get_close_matches(name, ROLES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"placement has no role {name!r}{hint}. Roles: {', '.join(ROLES)}")
@@ -56,15 +57,16 @@ def place(config: PpoConfig, world: int) -> Placement:
     if unused:
         raise ConfigError(
             f"placement names {', '.join(unused)}, which this run does not have (ref needs "
-            "algo.kl_coef above 0, algo.distillation or a loss of pairs, critic and prm their own "
-            "section)"
+            "algo.kl_coef above 0, algo.distillation or a loss of pairs, and no teachers; these, "
+            "critic and prm need a section of their own)"
         )
     roles: dict[str, Ranks] = {}
     for name in ("actor", "rollout", *(n for n in trained if n != "actor"), "reward"):
         if name in asked:
             roles[name] = parse_ranks(asked[name], world, f"placement[{name!r}]")
         else:
-            roles[name] = roles[FOLLOWS[name]] if name in FOLLOWS else tuple(range(world))
+            leader = "actor" if name.startswith(TEACHERS) else FOLLOWS.get(name)
+            roles[name] = tuple(range(world)) if leader is None else roles[leader]
     idle = sorted(set(range(world)) - set(union(*roles.values())))
     if idle:
         raise ConfigError(
@@ -83,7 +85,10 @@ def training_roles(config: PpoConfig | SupervisedConfig) -> dict[str, TrainConfi
         if isinstance(config, SftConfig) and config.distillation is not None:
             roles["ref"] = config.ref
         return roles
-    if config.algo.needs_reference or config.prm is not None:
+    if config.teachers:
+        roles |= {f"{TEACHERS}{source}": teacher for source, teacher in config.teachers.items()
+                  if isinstance(teacher, TrainConfig)}  # fmt: skip
+    elif config.algo.needs_reference or config.prm is not None:
         roles["ref"] = config.ref
     if config.critic is not None:
         roles["critic"] = config.critic
@@ -92,10 +97,16 @@ def training_roles(config: PpoConfig | SupervisedConfig) -> dict[str, TrainConfi
     return roles
 
 
+def is_frozen(name: str) -> bool:
+    """Whether a role of this name is only asked, and never trained."""
+    return name == "ref" or name.startswith(TEACHERS)
+
+
 def saved_roles(config: PpoConfig) -> dict[str, TrainConfig]:
     """Returns those of training_roles whose weights change, so that checkpoints hold them."""
     follows = config.algo.ref_model_sync_steps > 0
-    return {n: role for n, role in training_roles(config).items() if n != "ref" or follows}
+    roles = training_roles(config)
+    return {n: role for n, role in roles.items() if not is_frozen(n) or (n == "ref" and follows)}
 
 
 def reference_is_base(config: PpoConfig, placement: Placement) -> bool:

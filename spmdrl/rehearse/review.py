@@ -15,7 +15,7 @@ from typing import Any
 from spmdrl.config import PpoConfig, TrainConfig
 from spmdrl.data.chat import TEMPLATE_ERRORS
 from spmdrl.data.prompts import PromptDataset
-from spmdrl.distributed.placement import training_roles
+from spmdrl.distributed.placement import is_frozen, training_roles
 from spmdrl.hub.model_files import eos_token_ids
 from spmdrl.rehearse.probes import FORMS, Probes
 from spmdrl.rollout.multi_turn.conversation import has_dialogue
@@ -255,7 +255,7 @@ def assistant(text: str) -> dict[str, str]:
 def unusual_rates(seen: Reviewed) -> Iterator[str]:
     """Learning rates of another order than what works."""
     for name, role in training_roles(seen.config).items():
-        if name != "ref":
+        if not is_frozen(name):
             yield from unusual_rate(name, role)
 
 

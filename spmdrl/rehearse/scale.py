@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from spmdrl.cli.arguments import override
+from spmdrl.cli.arguments import entry_of, override
 from spmdrl.cli.paths import model_fields
 from spmdrl.config import KeepSamplesConfig, PpoConfig, TrainConfig
 from spmdrl.distributed.placement import Ranks, place, show_ranks, training_roles
@@ -64,8 +64,13 @@ class Scaled:
 
 
 def value_at(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
+    names = key.split(".")
+    while names:
+        if isinstance(config, Mapping):
+            group, names = entry_of(config, names)
+            config = config[group]
+        else:
+            config, names = getattr(config, names[0]), names[1:]
     return config
 
 

@@ -20,7 +20,14 @@ from spmdrl.data.prompt_sampler import PromptSampler
 from spmdrl.data.prompt_stats import is_tracked
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.distributed.agreement import broadcast_from_first
-from spmdrl.distributed.placement import Placement, place, reference_is_base, training_roles
+from spmdrl.distributed.placement import (
+    TEACHERS,
+    Placement,
+    is_frozen,
+    place,
+    reference_is_base,
+    training_roles,
+)
 from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
@@ -56,7 +63,7 @@ from spmdrl.training.roles import Roles, Sampler, Trainer
 from spmdrl.training.run_images import batch_images, shows_more_images, with_replies
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
-from spmdrl.training.teacher_prompts import hints_of
+from spmdrl.training.teacher_prompts import check_sources, hints_of, routes_of
 from spmdrl.training.topologies import Topologies, build_topologies
 from spmdrl.training.weight_sync import WeightSync, exhaust
 from spmdrl.training.weight_versions import WeightVersions
@@ -249,7 +256,8 @@ def build_roles(
         leftover=leftover_of(config),
         routing=routing_of(load_hf_config(config.model)) if replays else None,
         reply_images=images if shows_more_images(config) else None,
-        hints=hints_of(prompts, images),
+        hints=hints_of(prompts, images), routes=routes_of(config, prompts),
+        teachers={name: each for name, each in trainers.items() if name.startswith(TEACHERS)},
     )  # fmt: skip
 
 
@@ -322,7 +330,11 @@ def load_train(config: PpoConfig, tokenizer: Any, topology: Topology) -> PromptD
     sampler = config.data.sampler
     tracked = sampler if is_tracked(sampler) else None
     longest = config.rollout.max_tokens if config.algo.demonstrations else 0
-    return load_dataset(config.data.train, config, tokenizer, topology, "", tracked, longest, True)
+    dataset = load_dataset(
+        config.data.train, config, tokenizer, topology, "", tracked, longest, hinted=True
+    )  # fmt: skip
+    check_sources(config, dataset.data_sources)
+    return dataset
 
 
 def load_held_out(
@@ -377,7 +389,7 @@ def build_trainers(
             PROGRESS.detail(model_text(role.model or config.model))
             strict = config.strict and name == "actor"
             engine = build_engine(
-                kind, role.model or config.model, role, ranks, name == "ref", runtime.topology,
+                kind, role.model or config.model, role, ranks, is_frozen(name), runtime.topology,
                 strict=strict,
                 load_weights=host is None or role.model is not None,
             )  # fmt: skip

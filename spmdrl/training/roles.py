@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.config import PpoConfig
@@ -25,7 +25,7 @@ from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.language_judge import LanguageJudge
 from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay_buffer import ReplayBuffer
-from spmdrl.training.teacher_prompts import HintedPrompts
+from spmdrl.training.teacher_prompts import HintedPrompts, TeacherRoutes
 from spmdrl.training.weight_sync import WeightSync
 from spmdrl.training.weight_versions import WeightVersions
 from spmdrl.types import Batch
@@ -105,6 +105,7 @@ class Roles:
     mailbox: WeightVersions | None  # only where sampling runs ahead of training
     actor: Trainer
     ref: Trainer | None = None
+    teachers: Mapping[str, Trainer] = field(default_factory=dict)  # by the names of their roles
     critic: Trainer | None = None
     prm: Trainer | None = None
     replay: ReplayBuffer | None = None
@@ -118,6 +119,7 @@ class Roles:
     routing: Routing | None = None  # of the actor's experts, where their choice is replayed
     reply_images: BatchImages | None = None  # where tools or an environment may show images
     hints: HintedPrompts | None = None  # where the teacher sees hints
+    routes: TeacherRoutes | None = None  # where there are several teachers
 
     @property
     def sleeps(self) -> bool:
@@ -143,7 +145,7 @@ class Roles:
 
     @property
     def trainers(self) -> list[Trainer]:
-        found = (self.actor, self.ref, self.critic, self.prm)
+        found = (self.actor, self.ref, *self.teachers.values(), self.critic, self.prm)
         return [trainer for trainer in found if trainer is not None]
 
     @property

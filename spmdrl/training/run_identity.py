@@ -29,7 +29,7 @@ from spmdrl.cli.function_code import as_text, code_of, is_users
 from spmdrl.config import MOVED, PpoConfig, PreferenceTrainingConfig, RunConfig, SupervisedConfig
 from spmdrl.data.pictures import pictures_of
 from spmdrl.data.table_files import BadRow, Files
-from spmdrl.distributed.placement import training_roles
+from spmdrl.distributed.placement import is_frozen, training_roles
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, sees_images
 from spmdrl.hub.model_files import eos_token_ids
 
@@ -70,11 +70,11 @@ def identity(config: RunConfig, tokenizer: Any, files: Iterable[Files] = ()) -> 
     }  # fmt: skip
     if isinstance(config, PpoConfig | SupervisedConfig):
         for name, role in training_roles(config).items():
-            if name == "ref" or role.model is not None:
+            if is_frozen(name) or role.model is not None:
                 path = role.model or config.model
                 # those of a base of adapters are compared one by one: engines/fsdp/lora_files.py
                 is_base = config.actor.lora is not None and path == config.model
-                weigh = name == "ref" and not is_base
+                weigh = is_frozen(name) and not is_base
                 found["models"][name] = model_print(path, with_weights=weigh)
     if isinstance(config, PreferenceTrainingConfig):
         loss = config.preference.loss

@@ -33,7 +33,12 @@ from spmdrl.training.push_weights import push_weights
 from spmdrl.training.reference_sync import sync_reference
 from spmdrl.training.roles import Roles, train
 from spmdrl.training.staleness import staleness
-from spmdrl.training.teacher_logprobs import compute_ref_logprobs, compute_teacher_logprobs
+from spmdrl.training.teacher_logprobs import (
+    ask_teachers,
+    compute_ref_logprobs,
+    compute_teacher_logprobs,
+    send_teachers_logprobs,
+)
 from spmdrl.types import Batch
 
 
@@ -53,6 +58,7 @@ def train_step(
         batches.metrics["rollout/loss_tokens"] = 0.0
     elif batches is not None:
         compute_ref_logprobs(roles, batches)
+        ask_teachers(roles, batches)
         compute_values(roles, batches)
         compute_old_logprobs(roles, batches)
         compute_teacher_logprobs(roles, batches)
@@ -107,9 +113,7 @@ def compute_advantages(roles: Roles, batches: TrainBatches, step: int) -> None:
     The actor's ranks do it, with statistics over all of them.
     """
     actor, config = roles.actor, roles.config
-    asks_ref = roles.teacher_topk and not roles.policy_teaches
-    of_teacher = ("teacher_ids", "teacher_logprobs") if asks_ref else ()
-    send_to_role(roles, batches, ("ref_logprobs", *of_teacher), roles.ref, actor)
+    send_teachers_logprobs(roles, batches)
     send_to_role(roles, batches, ("values",), roles.critic, actor)
     send_to_role(roles, batches, ("prm_logprobs",), roles.prm, actor)
     if actor.here:

@@ -1,11 +1,14 @@
-"""What the reference says of a step's tokens, and what a teacher does, which may be the reference,
-or the policy itself with a hint in its prompt.
+"""What the reference says of a step's tokens, and what a teacher does: the reference, the policy
+itself with a hint in its prompt, or one of several teachers, each of which has its own sequences.
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from spmdrl.distributed.progress import PROGRESS
-from spmdrl.training.dispatch import TrainBatches
+from spmdrl.training.dispatch import TrainBatches, result_like, send_to_role
 from spmdrl.training.roles import Roles, Trainer
 from spmdrl.types import Batch, PolicyStats
 
@@ -28,6 +31,71 @@ def compute_ref_logprobs(roles: Roles, batches: TrainBatches) -> None:
             batch.ref_logprobs = stats.logprobs
             batch.teacher_ids, batch.teacher_logprobs = stats.top_ids, stats.top_logprobs
         ref.model.offload()
+
+
+def ask_teachers(roles: Roles, batches: TrainBatches) -> None:
+    """Sets ref_logprobs, teacher_ids and teacher_logprobs by the teachers of this rank, where there
+    are several: each in the places of its own sequences, with 0 in the others.
+    """
+    for name, teacher in roles.teachers.items():
+        if not teacher.here:
+            continue
+        with roles.phases("teacher_logprobs", teacher.topology):
+            teacher.model.onload()
+            for batch in PROGRESS.each(batches.of(teacher), "mini-batches"):
+                assert roles.routes is not None
+                seqs = roles.routes.rows(batch, name)
+                put(roles, batch, seqs, ask_teacher(roles, teacher, batch.select(seqs)))
+            teacher.model.offload()
+
+
+def put(roles: Roles, batch: Batch, seqs: list[int], stats: PolicyStats) -> None:
+    """Puts what a teacher says of these sequences in their places of the batch."""
+    places = token_places(batch, seqs)
+    found = (stats.logprobs, stats.top_ids, stats.top_logprobs)
+    for name, values in zip(result_names(roles), found, strict=False):
+        assert values is not None
+        place = getattr(batch, name)
+        if place is None:
+            place = values.new_zeros(batch.num_tokens, *values.shape[1:])
+        place[places] = values
+        setattr(batch, name, place)
+
+
+def result_names(roles: Roles) -> tuple[str, ...]:
+    """Returns the fields that a teacher sets."""
+    return ("ref_logprobs", *(("teacher_ids", "teacher_logprobs") if roles.teacher_topk else ()))
+
+
+def token_places(batch: Batch, seqs: list[int]) -> Tensor:
+    """(n,) int64: where the tokens of these sequences are in the batch."""
+    starts, ends = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
+    return torch.cat([torch.arange(starts[i], ends[i]) for i in seqs] or [torch.arange(0)])
+
+
+def send_teachers_logprobs(roles: Roles, batches: TrainBatches) -> None:
+    """Sends what the reference and the teachers have said to the actor, where they are on other
+    ranks. A token has one teacher, and all others have 0 in its place.
+    """
+    actor = roles.actor
+    if not roles.teachers:
+        names = result_names(roles) if not roles.policy_teaches else ("ref_logprobs",)
+        send_to_role(roles, batches, names, roles.ref, actor)
+        return
+    names, own = result_names(roles), batches.of(actor) if actor.here else []
+    sums = [[getattr(batch, name) for name in names] for batch in own]
+    apart = {each.ranks: each for each in roles.teachers.values() if each.ranks != actor.ranks}
+    for teacher in apart.values():
+        send_to_role(roles, batches, names, teacher, actor)
+        for batch, before in zip(own, sums, strict=True):
+            for i, name in enumerate(names):
+                values = getattr(batch, name)
+                before[i] = values if before[i] is None else before[i] + values
+    for batch, found in zip(own, sums, strict=True):
+        for name, values in zip(names, found, strict=True):
+            like = result_like(roles, name)
+            setattr(batch, name, like.new_zeros(batch.num_tokens, *like.shape[1:])
+                    if values is None else values)  # fmt: skip
 
 
 def compute_teacher_logprobs(roles: Roles, batches: TrainBatches) -> None:

@@ -8,7 +8,7 @@ What the teacher says of y1, y2, y3 is put back in the places that they have in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.data.packing import empty_batch
 from spmdrl.data.prompts import PromptDataset
+from spmdrl.distributed.placement import TEACHERS
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.multi_turn.reply_encoder import prompts_of
 from spmdrl.types import Batch, PolicyStats, Prompt
@@ -65,20 +66,74 @@ class HintedPrompts:
         return with_hints(batch, self.pair)
 
 
+class TeacherRoutes:
+    """Says which of several teachers a sequence belongs to, by the data source of its prompt."""
+
+    def __init__(self, config: PpoConfig, prompts: PromptDataset) -> None:
+        self.teachers = config.teachers
+        self.source = lru_cache(maxsize=65536)(prompts.data_source)  # of a prompt's id
+
+    def rows(self, batch: Batch, name: str) -> list[int]:
+        """Returns the sequences of the teacher whose role, or whose key of an endpoint with
+        "teachers." before it, is `name`.
+        """
+        return [i for i, row in enumerate(batch.prompts.tolist())
+                if f"{TEACHERS}{teacher_of(self.teachers, self.source(row))}" == name]  # fmt: skip
+
+
+def teacher_of(teachers: Mapping[str, Any], data_source: str) -> str | None:
+    """Returns the key of the teacher of a data source; None where it has none."""
+    key = data_source if data_source in teachers else "*"
+    found = teachers.get(key)
+    if isinstance(found, str):  # another source, which has the same
+        return found
+    return None if found is None else key
+
+
+def check_sources(config: PpoConfig, data_sources: Sequence[str]) -> None:
+    """Raises ConfigError where a data source has no teacher, or a teacher no data source."""
+    teachers = config.teachers
+    if not teachers:
+        return
+    lacking = [source for source in data_sources if teacher_of(teachers, source) is None]
+    if lacking:
+        raise ConfigError(
+            f"teachers has {[*teachers]}, and none for data_source {lacking[0]!r}: name its "
+            "teacher, or one for all other sources under '*'"
+        )
+    used = {teacher_of(teachers, source) for source in data_sources} | {*data_sources, "*"}
+    unused = [key for key in teachers if key not in used]
+    if unused:
+        raise ConfigError(
+            f"teachers[{unused[0]!r}]: no row has this data_source; the data has "
+            f"{', '.join(map(repr, data_sources))}"
+        )
+
+
+def routes_of(config: PpoConfig, prompts: PromptDataset) -> TeacherRoutes | None:
+    """None where there are not several teachers."""
+    return TeacherRoutes(config, prompts) if config.teachers else None
+
+
 def hints_of(prompts: PromptDataset, images: BatchImages | None) -> HintedPrompts | None:
     """None where no teacher sees hints (data.hint_key). images: as of HintedPrompts."""
     return None if prompts.hints is None else HintedPrompts(prompts, images)
 
 
-def load_hints(config: PpoConfig, tokenizer: Any, topology: Topology) -> HintedPrompts:
-    """Reads the prompts of a run again, for a replay of its steps, which asks for no rewards and
-    shows no images. Collective.
+def load_again(
+    config: PpoConfig, tokenizer: Any, topology: Topology
+) -> tuple[HintedPrompts | None, TeacherRoutes | None]:
+    """Reads the prompts of a run again, where its teachers ask for more than kept samples have.
+
+    For a replay of its steps, which asks for no rewards and shows no images. Collective.
     """
+    if config.data.hint_key is None and not config.teachers:
+        return None, None
     prompts = PromptDataset.load(
         config.data.train, tokenizer, prompts_of(config), topology, hinted=True,
         needs_truth=lambda source: False, takes_truth=lambda source: False,
     )  # fmt: skip
-    return HintedPrompts(prompts, images=None)
+    return hints_of(prompts, images=None), routes_of(config, prompts)
 
 
 def with_hints(batch: Batch, pair: Callable[[int], tuple[Prompt, Prompt]]) -> HintedBatch:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from spmdrl.config import ConfigError, OptimConfig, TrainConfig, require
 from spmdrl.distributed.env import show_package
+from spmdrl.distributed.placement import is_frozen
 from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.fsdp.muon import Cuts, Muon, hidden_matrices
 from spmdrl.weights.checkpoint_names import Parts
@@ -263,8 +264,8 @@ def check_optimizer(name: str, role: TrainConfig) -> None:
         "models the actor alone is",
     )
     require(
-        name != "ref" or optim.name == default.name,
-        f"ref.optim.name={optim.name!r} has no effect: it is not trained",
+        not is_frozen(name) or optim.name == default.name,
+        f"{name}.optim.name={optim.name!r} has no effect: it is not trained",
     )
     require(
         role.engine == "fsdp" or optim.name != "adamw8bit",

@@ -134,7 +134,7 @@ def check_teacher(config: PpoConfig) -> None:
     if algo.reward_coef > 0:
         return
     require(
-        ref.model not in (None, config.model) or config.data.hint_key is not None,
+        ref.model not in (None, config.model) or bool(config.data.hint_key or config.teachers),
         "algo.reward_coef=0 leaves the reference alone to learn from, which is the model itself "
         "and teaches it nothing: set ref.model to a teacher, or data.hint_key",
     )

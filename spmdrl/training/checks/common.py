@@ -313,16 +313,16 @@ OF_TRAINING = (
 
 def check_reference_options(
     ref: TrainConfig, actor: TrainConfig, names: Iterable[str] = OF_TRAINING,
-    reason: str = "the reference is not trained",
+    reason: str = "the reference is not trained", role: str = "ref",
 ) -> None:  # fmt: skip
     """Refuses options of the reference that change nothing; it may be given the actor's whole
-    config. names: of these options.
+    config. names: of these options. role: the name of the reference's.
     """
     for name in names:
         value = getattr(ref, name)
         require(
             value in (getattr(TrainConfig(), name), getattr(actor, name)),
-            f"ref.{name}={value!r} has no effect: {reason}",
+            f"{role}.{name}={value!r} has no effect: {reason}",
         )
 
 

@@ -7,7 +7,14 @@ from __future__ import annotations
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs, weighs_pairs
-from spmdrl.config import JudgeConfig, PpoConfig, SftConfig, SupervisedConfig, TrainConfig
+from spmdrl.config import (
+    JudgeConfig,
+    PpoConfig,
+    SftConfig,
+    SupervisedConfig,
+    TeacherEndpoint,
+    TrainConfig,
+)
 from spmdrl.distributed.placement import Ranks, place, show_ranks, training_roles
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
 from spmdrl.engines.stored_dtype import stored_dtype
@@ -206,7 +213,12 @@ def teacher_lines(config: PpoConfig) -> list[str]:
     teacher = config.ref.model or "the initial model"
     if config.algo.policy_teaches:
         teacher = "the policy itself"
-    lines = []
+    elif config.teachers:
+        teacher = "the teacher of a prompt's data source"
+    lines = [
+        f"  teacher of {'other sources' if source == '*' else source}: {text_of_teacher(found)}"
+        for source, found in config.teachers.items()
+    ]
     if d is not None:
         lines.append(f"  distillation from {teacher}: {d.coef:g} x {d.loss} over its {d.topk} "
                      f"likeliest tokens, beside {config.algo.reward_coef:g} x rewards")  # fmt: skip
@@ -214,3 +226,13 @@ def teacher_lines(config: PpoConfig) -> list[str]:
         lines.append(f"  {teacher} sees {hint!r} in its prompt, of at most "
                      f"{config.data.max_hint_prompt_tokens} tokens")  # fmt: skip
     return lines
+
+
+def text_of_teacher(teacher: TrainConfig | TeacherEndpoint | str) -> str:
+    if isinstance(teacher, str):
+        return f"as of {teacher}"
+    if isinstance(teacher, TeacherEndpoint):
+        return (
+            f"{teacher.model} at {teacher.url}, {teacher.max_concurrent} requests of a rank at once"
+        )
+    return str(teacher.model)

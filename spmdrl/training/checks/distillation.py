@@ -6,18 +6,10 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from spmdrl.algo.losses import loss_of
-from spmdrl.config import (
-    DataConfig,
-    DistillationConfig,
-    PpoConfig,
-    SftConfig,
-    TrainConfig,
-    require,
-)
-from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
+from spmdrl.config import DistillationConfig, PpoConfig, SftConfig, TrainConfig, require
+from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.training.checks.common import check_other_model, check_reference_options
-from spmdrl.training.checks.options import shown
+from spmdrl.training.checks.teachers import check_hints, check_teachers
 
 
 def check_distillation(config: PpoConfig, hf: PreTrainedConfig, hosted: bool = False) -> None:
@@ -26,13 +18,13 @@ def check_distillation(config: PpoConfig, hf: PreTrainedConfig, hosted: bool = F
 
     hf: the config of the model; hosted: the actor is another program's.
     """
-    check_hints(config, hf)
+    check_teachers(config, hosted)
+    check_hints(config)
     distillation = config.algo.distillation
     if distillation is None:
         return
-    if distillation.teacher == "policy":
+    if distillation.teacher == "policy" or config.teachers:
         check_options("algo.distillation", distillation, hf)
-        check_policy_as_teacher(config)
     else:
         hinted = config.data.hint_key is not None
         check_teacher("algo.distillation", distillation, config.ref, config.model, hf, hinted)
@@ -50,69 +42,6 @@ def check_distillation(config: PpoConfig, hf: PreTrainedConfig, hosted: bool = F
         not hosted,
         "algo.distillation: an actor of another program is not asked for the teacher's tokens; "
         "use algo.kl_in='reward' (docs/distillation.md)",
-    )
-
-
-def check_policy_as_teacher(config: PpoConfig) -> None:
-    """Refuses a policy that would teach itself nothing, or whose experts are not known."""
-    require(
-        config.data.hint_key is not None,
-        "algo.distillation.teacher='policy': with the same prompt the policy teaches itself "
-        "nothing. Set data.hint_key to a column that the teacher alone sees",
-    )
-    require(
-        config.actor.router_replay is None,
-        "algo.distillation.teacher='policy' with actor.router_replay: the rollout engine has sent "
-        "no tokens of a prompt with a hint to experts. Leave out one of them, or use "
-        "teacher='reference'",
-    )
-
-
-def check_hints(config: PpoConfig, hf: PreTrainedConfig) -> None:
-    """Refuses hints that no teacher sees, and those that have no place in its prompt. hf: the
-    config of the model.
-    """
-    data, algo, default = config.data, config.algo, DataConfig("")
-    if data.hint_key is None:
-        for name in ("hint_template", "max_hint_prompt_tokens"):
-            require(
-                getattr(data, name) == getattr(default, name),
-                f"data.{name}={getattr(data, name)!r} has no effect without data.hint_key",
-            )
-        return
-    where = f"data.hint_key={data.hint_key!r}"
-    require(
-        algo.distillation is not None or algo.kl_coef > 0,
-        f"{where} has no effect: there is no teacher to see it. Set algo.distillation, or "
-        "algo.kl_coef with kl_in='reward' (docs/distillation.md)",
-    )
-    for place in ("{prompt}", "{hint}"):
-        require(
-            place in data.hint_template,
-            f"data.hint_template has no {place}: it is what the teacher is asked, with {{prompt}} "
-            "and {hint} where these belong",
-        )
-    reasons = {
-        "agents write their prompts themselves, in which a hint has no place": (
-            config.agent is not None
-        ),
-        "a process reward model measures itself by the reference, which must see what it sees": (
-            config.prm is not None
-        ),
-        f"algo.policy_loss={shown(algo.policy_loss)} compares with the reference's probability of "
-        "whole answers, which must see the policy's prompt": loss_of(algo).pairs is not None,
-    }
-    for reason, is_so in reasons.items():
-        require(not is_so, f"{where}: {reason}. Leave out one of them")
-    teacher = config.ref.model or config.model
-    taught = hf if teacher == config.model else load_hf_config(teacher)
-    limit = getattr(taught.get_text_config(), "max_position_embeddings", None)
-    longest = data.max_hint_prompt_tokens + config.rollout.max_tokens
-    require(
-        limit is None or longest <= limit,
-        f"data.max_hint_prompt_tokens={data.max_hint_prompt_tokens} + rollout.max_tokens="
-        f"{config.rollout.max_tokens} = {longest} tokens, but the teacher's "
-        f"max_position_embeddings is {limit}",
     )
 
 
@@ -186,9 +115,11 @@ def check_options(field: str, distillation: DistillationConfig, hf: PreTrainedCo
     )
 
 
-def check_tokenizers(model: str, teacher: str) -> None:
-    """Raises ConfigError where the teacher has another tokenizer than the model."""
-    require_same_tokens(load_tokenizer(model), load_tokenizer(teacher), teacher)
+def check_tokenizers(model: str, teacher: str, name: str = "ref") -> None:
+    """Raises ConfigError where the teacher, the model of role `name`, has another tokenizer than
+    the model.
+    """
+    require_same_tokens(load_tokenizer(model), load_tokenizer(teacher), f"{name}.model={teacher!r}")
 
 
 def require_same_tokens(
@@ -201,7 +132,7 @@ def require_same_tokens(
         first = different[0]
         require(
             False,
-            f"ref.model={teacher!r} has another tokenizer than the model: {len(different)} ids "
+            f"{teacher} has another tokenizer than the model: {len(different)} ids "
             f"differ, id {first} is {theirs.get(first)!r} there and {ours.get(first)!r} here. "
             "Distillation compares distributions over the same tokens: choose a teacher of the "
             "model's family",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from spmdrl.config import NotGiven, PpoConfig, RunConfig, require
-from spmdrl.distributed.placement import training_roles
+from spmdrl.distributed.placement import is_frozen, training_roles
 from spmdrl.training.checks.common import check_decay, warnings_of_optimizer
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.run_length import updates_per_run
@@ -30,7 +30,7 @@ def warnings_of_length(config: PpoConfig) -> list[str]:
     """Returns warnings about what a run of so many steps does to optimizers and roles."""
     found, updates, algo = [], updates_per_run(config), config.algo
     for name, role in training_roles(config).items():
-        if name != "ref":
+        if not is_frozen(name):
             found += warnings_of_optimizer(name, role.optim, updates)
     if 0 < config.steps <= algo.critic_warmup_steps:
         found.append(
@@ -48,7 +48,7 @@ def check_steps(config: PpoConfig, world: int) -> None:
         return
     check_profile(config, world)
     for name, role in training_roles(config).items():
-        if name != "ref":
+        if not is_frozen(name):
             check_decay(name, role.optim, updates_per_run(config))
     for warning in warnings_of_length(config):
         logger.warning(warning)

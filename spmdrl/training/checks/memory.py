@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from spmdrl.config import TrainConfig, checkpointing_of
+from spmdrl.distributed.placement import is_frozen
 from spmdrl.engines.fsdp.quantized_base import BYTES
 from spmdrl.engines.megatron.layout import num_experts, stage_layers
 from spmdrl.engines.megatron.parts import degrees_of
@@ -140,7 +141,7 @@ def memory_of(
     defaults of GPUs.
     """
     shape = shape_of(role.model or model, "value" if name == "critic" else kind)
-    trained = name not in ("ref", "reward_model")
+    trained = not is_frozen(name) and name != "reward_model"
     tokens = tokens or MicroBatches(role.micro_batch_tokens, role.micro_batch_tokens)
     if role.engine == "fsdp":
         memory = fsdp_memory(role, shape, num_ranks, tokens, trained, on_gpu)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from spmdrl.cli.arguments import override
 from spmdrl.config import (
     ConfigError,
     LoraConfig,
@@ -24,7 +25,7 @@ from spmdrl.config import (
     TrainConfig,
     checkpointing_of,
 )
-from spmdrl.distributed.placement import show_ranks, training_roles
+from spmdrl.distributed.placement import is_frozen, show_ranks, training_roles
 from spmdrl.rollout.build import ENGINES
 from spmdrl.training.checks import rl, supervised
 from spmdrl.training.checks.memory_plan import Array, MemoryPlan, memory_plan, supervised_plan
@@ -239,9 +240,9 @@ def changes(config: RunConfig) -> list[tuple[int, str, RunConfig]]:
     for name, role in training_roles(config).items():
         stays = isinstance(config, SupervisedConfig) and name == "actor"
         for cost, field, value in role_changes(name, role, stays):
-            role_of: dict[str, Any] = {name: with_field(role, field, value)}
+            changed = override(config, name, with_field(role, field, value))
             shown = "LoraConfig()" if field == "lora" else repr(value)
-            made.append((cost, f"{name}.{field}={shown}", replace(config, **role_of)))
+            made.append((cost, f"{name}.{field}={shown}", changed))
     if isinstance(config, PpoConfig):
         for cost, field, value in rollout_changes(config):
             rollout = replace(config.rollout, **{field: value})
@@ -269,7 +270,7 @@ def role_changes(
     name: str, role: TrainConfig, stays: bool
 ) -> Iterator[tuple[int, str, Any]]:  # fmt: skip
     """(cost, field, value). stays: nothing of the role may leave the device."""
-    trained, on_fsdp = name != "ref", role.engine == "fsdp"
+    trained, on_fsdp = not is_frozen(name), role.engine == "fsdp"
     if on_fsdp and role.fsdp != -1:
         yield 0, "fsdp", -1
     if trained and not role.reshard_after_forward:

@@ -14,6 +14,7 @@ from spmdrl.config import PpoConfig, RunConfig, SftConfig, SupervisedConfig, Tra
 from spmdrl.distributed.elastic_job import ElasticJob
 from spmdrl.distributed.placement import (
     Placement,
+    is_frozen,
     place,
     reference_is_base,
     saved_roles,
@@ -222,7 +223,7 @@ def role_memories(
         asked = memory_of(
             name, role, config.model, ranks, tokens=fullest(role, samples, hinted), on_gpu=on_gpu
         )
-        if name == "ref":
+        if is_frozen(name):
             roles[name] = asked
             continue
         tokens = fullest(role, samples / config.algo.mini_batches, sequences)
@@ -353,7 +354,8 @@ def teacher_gib_of_rl(
     lens = config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens
     mean = float(np.mean(lens)) + config.rollout.max_tokens
     samples = config.data.prompts_per_step * config.rollout.n
-    holders = {n: role for n, role in training_roles(config).items() if n in ("actor", "ref")}
+    roles = training_roles(config)
+    holders = {n: role for n, role in roles.items() if n == "actor" or is_frozen(n)}
     share = max(sharing_ranks(role) / len(placement.roles[n]) for n, role in holders.items())
     return gib_of_teacher(samples * share, mean, config.algo.distillation.topk)
 

@@ -63,6 +63,8 @@ BOUNDS: Bounds = {
     "TrainConfig.context_parallel": COUNT, "TrainConfig.expert_parallel": COUNT,
     "TrainConfig.expert_tensor_parallel": COUNT, "TrainConfig.micro_batch_tokens": (2, None),
     "TrainConfig.ema": (0, 1), "TrainConfig.ulysses": COUNT,
+    "TeacherEndpoint.max_concurrent": (1, 1024), "TeacherEndpoint.timeout_s": CALL_S,
+    "TeacherEndpoint.retries": (0, 100),
     "LoraConfig.rank": COUNT, "LoraConfig.alpha": POSITIVE, "LoraConfig.seed": (0, 2**63 - 1),
     "AlgoConfig.epochs": COUNT, "AlgoConfig.mini_batches": COUNT,
     "AlgoConfig.entropy_coef": (-1e15, None), "AlgoConfig.policy_shaping_gamma": POSITIVE,
@@ -88,6 +90,10 @@ def check_bounds(node: Any, where: str = "") -> None:
         name = f"{where}{field.name}"
         if dataclasses.is_dataclass(value):
             check_bounds(value, f"{name}.")
+        elif isinstance(value, Mapping) and any(map(dataclasses.is_dataclass, value.values())):
+            for key, group in value.items():
+                if dataclasses.is_dataclass(group):
+                    check_bounds(group, f"{name}.{key}.")
         elif field.name not in OPTIONS:
             for number in numbers_in(value):
                 check_number(name, number, bounds_of(type(node), field.name))

@@ -20,6 +20,7 @@ from spmdrl.config import (
 )
 from spmdrl.distributed.placement import (
     Placement,
+    is_frozen,
     place,
     reference_is_base,
     show_ranks,
@@ -178,8 +179,8 @@ def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
         if role.model is not None:
             other = load_hf_config(role.model)
             check_model_files(f"{name}.model", role.model, other, is_policy=name != "critic")
-    if config.algo.distillation is not None and config.ref.model is not None:
-        check_tokenizers(config.model, config.ref.model)
+            if is_frozen(name) and (name != "ref" or config.algo.distillation is not None):
+                check_tokenizers(config.model, role.model, name)
 
 
 def warnings_of(config: PpoConfig) -> list[str]:
@@ -208,7 +209,8 @@ def check_read(config: PpoConfig) -> None:
     require(
         config.ref.model is None or "ref" in training_roles(config),
         f"ref.model={config.ref.model!r} has no effect: algo.kl_coef=0 and there is neither "
-        "algo.distillation, nor a prm, nor a loss that reads it: the run has no reference",
+        "algo.distillation, nor a prm, nor a loss that reads it, or teachers take its place: the "
+        "run has no reference",
     )
     require(
         data.eval is not None or data.max_eval_prompts is None,
@@ -266,8 +268,8 @@ def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig
     """Raises ConfigError where lora of a role does not go with the rest."""
     for name, role in training_roles(config).items():
         require(
-            name != "ref" or role.lora is None,
-            "ref.lora has no effect: the reference is not trained. With actor.lora it is the "
+            not is_frozen(name) or role.lora is None,
+            f"{name}.lora has no effect: the reference is not trained. With actor.lora it is the "
             "actor's base, its adapter off",
         )
         check_lora(name, role, load_hf_config(role.model) if role.model else hf)

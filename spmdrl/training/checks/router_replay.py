@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError, PpoConfig, require
-from spmdrl.distributed.placement import training_roles
+from spmdrl.distributed.placement import is_frozen, training_roles
 from spmdrl.engines.fsdp.router_replay import routing_of
 from spmdrl.rollout.build import ENGINES
 
@@ -14,7 +14,7 @@ def check_router_replay(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -
     """hf: the model's config; hosted: the actor is another program's. Raises ConfigError."""
     for name, role in training_roles(config).items():
         require(
-            name in ("actor", "ref") or role.router_replay is None,
+            name == "actor" or is_frozen(name) or role.router_replay is None,
             f"{name}.router_replay={role.router_replay!r} has no effect: only the actor's experts "
             "are those of the rollout engine; leave it out",
         )

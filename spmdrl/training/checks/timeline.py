@@ -12,6 +12,7 @@ from typing import Literal
 
 from spmdrl.algo.objectives import needs_old_logprobs
 from spmdrl.config import PpoConfig
+from spmdrl.distributed.placement import TEACHERS, training_roles
 from spmdrl.training.checks.engine_memory import EngineMemory
 from spmdrl.training.checks.memory import Memory
 
@@ -73,8 +74,10 @@ def works_of(config: PpoConfig) -> list[Work]:
         Work("reward_model", "look", "reward_model", frozenset({"reward_model"})),
         *([Work("judge", "judge")] if config.judge is not None else []),
         Work("ref_logprobs", "look", "ref", frozenset({"ref"})),
+        *(Work("teacher_logprobs", "look", name, frozenset({name}))
+          for name in training_roles(config) if name.startswith(TEACHERS)),
         Work("values", "look", "critic", critic),
-    ]
+    ]  # fmt: skip
     if asks_actor:
         works.append(Work("old_logprobs", "look", "actor", critic | actor))
     if teaches:

@@ -11,7 +11,7 @@ from spmdrl.algo.advantages import estimator_of
 from spmdrl.checkpoint import format as checkpoint
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.distributed.agreement import gather_to_first
-from spmdrl.distributed.placement import place, training_roles
+from spmdrl.distributed.placement import TEACHERS, place, training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.engines.fsdp.router_replay import routing_of
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
@@ -33,7 +33,7 @@ from spmdrl.training.rl import restore_algorithm
 from spmdrl.training.roles import Roles, Sampler
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.step import train_step
-from spmdrl.training.teacher_prompts import load_hints
+from spmdrl.training.teacher_prompts import load_again
 from spmdrl.training.topologies import build_topologies
 from spmdrl.types import Sample
 
@@ -132,10 +132,9 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
     if edit is not None and edit.rescores:
         rewards = RewardRunner(rewards_of(config), config.rewards, topology.world)
     replays = config.actor.router_replay is not None
-    tokenizer, hints = load_tokenizer(config.model), None
-    if config.data.hint_key is not None:  # kept samples have prompts without their hints
-        with phases("load data"):
-            hints = load_hints(built, tokenizer, topology)
+    tokenizer = load_tokenizer(config.model)
+    with phases("load data"):
+        hints, routes = load_again(built, tokenizer, topology)
     return Roles(
         replace(plan.config, strict=False, log_samples=0), topology, topologies.sampling,
         topologies.training, topologies.weights, phases, P2PChannel(topology),
@@ -147,7 +146,8 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
         entropy_coef=plan.config.algo.entropy_coef,
         replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
         routing=routing_of(load_hf_config(config.model)) if replays else None,
-        hints=hints,
+        hints=hints, routes=routes,
+        teachers={name: each for name, each in trainers.items() if name.startswith(TEACHERS)},
     )  # fmt: skip
 
 

@@ -159,6 +159,8 @@ def placed(config: PpoConfig, run_dir: Path, same_ranks: bool) -> PpoConfig:
             config, actor=portable(config.actor), ref=portable(config.ref),
             critic=config.critic and portable(config.critic),
             prm=config.prm and portable(config.prm),
+            teachers={source: portable(each) if isinstance(each, TrainConfig) else each
+                      for source, each in config.teachers.items()},
         )  # fmt: skip
     return replace(
         config, placement={}, async_steps=0, explain_mismatch=False, explain_mismatch_above=None,

@@ -1,5 +1,6 @@
-"""Self-distillation under torchrun: the teacher sees a hint that the student does not. Its numbers
-are those of a loop by transformers in float64, the same on any ranks, and by both of its weights.
+"""Teachers under torchrun: one that sees a hint, several by data source, one behind an endpoint.
+
+The numbers are those of a loop by transformers in float64, and the same on any ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytestmark = pytest.mark.ranks
 
 VOCAB = 40  # at most 64, so that a teacher can name all tokens
+SOURCES = ("sums", "more sums", "v1.5/others")
 TEMPLATE = "{prompt} (is {hint}) "
 CONFIG = f"""
 from spmdrl.config import *
@@ -46,10 +48,29 @@ config = PpoConfig(
 """
 
 
+SEVERAL = """
+from dataclasses import replace
+from cfg import config
+from spmdrl.config import *
+
+config = replace(
+    config, data=DataConfig(train="rows.jsonl", prompts_per_step=6, max_prompt_tokens=12),
+    algo=replace(config.algo, distillation=replace(config.algo.distillation, teacher="reference")),
+    ref=TrainConfig(),
+    teachers={
+        "sums": TrainConfig(model="first", dtype="float32"), "v1.5/others": "sums",
+        "*": TrainConfig(model="second", dtype="float32", micro_batch_tokens=32),
+    },
+)
+"""
+TAUGHT_BY = {"sums": "first", "v1.5/others": "first", "more sums": "second"}
+
+
 def row(n: int) -> dict[str, Any]:
     prompt = [{"role": "user", "content": f"{n}+{n % 7}="}]
     return {
-        "data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": str(n + n % 7)},
+        "data_source": SOURCES[n % 3], "prompt": prompt,
+        "reward_model": {"ground_truth": str(n + n % 7)},
         "extra_info": {"solution": "so " * (1 + n % 3) + str(n + n % 7)},
     }  # fmt: skip
 
@@ -60,13 +81,16 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiny_models.CHARS", CHARS[:VOCAB])
         save_qwen3(path / "student", vocab_size=VOCAB, num_hidden_layers=1, initializer_range=0.15)
+        for seed, name in enumerate(("first", "second"), start=1):
+            save_qwen3(path / name, seed=seed, vocab_size=VOCAB, initializer_range=0.15)
+    Path(path, "several.py").write_text(SEVERAL)
     Path(path, "rows.jsonl").write_text("".join(json.dumps(row(n)) + "\n" for n in range(14)))
     Path(path, "cfg.py").write_text(CONFIG)
     return path
 
 
-def ppo(folder: Path, ranks: int, name: str, *args: str) -> list[dict]:
-    done = train(folder, ranks, "--config", "cfg.py", "--run_dir", name, *args)
+def ppo(folder: Path, ranks: int, name: str, *args: str, cfg: str = "cfg") -> list[dict]:
+    done = train(folder, ranks, "--config", f"{cfg}.py", "--run_dir", name, *args)
     assert done.code == 0, done.output[-4000:]
     return metrics_of(folder / name)
 
@@ -99,37 +123,45 @@ def logprobs(model: Any, tokenizer: Any, prompt: str, answer: list[int]) -> Tens
     return (logits / 0.8).log_softmax(-1)
 
 
-def loss_of(folder: Path, run: str, teacher: Path, step: int = 1) -> tuple[Tensor, Any]:
-    """The mean over all tokens of KL(teacher with the hint || student), and the student."""
-    student, frozen = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-        for path in (folder / "student", teacher)
-    )
+def model_of(folder: Path, name: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
+
+
+def loss_of(folder: Path, run: str, teachers: dict[str, str], hinted: bool) -> tuple[float, float]:
+    """The mean over the tokens of the first step of KL(teacher || student), and the norm of its
+    gradient. teachers: by data source. hinted: they see the hints.
+    """
+    models = {name: model_of(folder, name) for name in {"student", *teachers.values()}}
+    student = models.pop("student") if "student" not in teachers.values() else models["student"]
     tokenizer = AutoTokenizer.from_pretrained(folder / "student")
     losses = []
-    for text in Path(folder, run, f"samples/step_{step}.jsonl").read_text().splitlines():
+    for text in Path(folder, run, "samples/step_1.jsonl").read_text().splitlines():
         sample = json.loads(text)
         answer = tokenizer.convert_tokens_to_ids(sample["tokens"])
-        plain, hinted = prompts_of(sample["prompt_id"])
-        assert sample["prompt"] == plain
-        q = logprobs(student, tokenizer, plain, answer)
+        prompts = prompts_of(sample["prompt_id"])
+        assert sample["prompt"] == prompts[0]
+        q = logprobs(student, tokenizer, prompts[0], answer)
         with torch.no_grad():
-            p = logprobs(frozen, tokenizer, hinted, answer)
+            teacher = models[teachers[sample["data_source"]]]
+            p = logprobs(teacher, tokenizer, prompts[hinted], answer)
         losses.append((p.exp() * (p - q)).sum(-1))
     assert len(losses) == 12
-    return torch.cat(losses).mean(), student
+    loss = torch.cat(losses).mean()
+    gradient = torch.autograd.grad(loss, list(student.parameters()))
+    return loss.item(), torch.stack([part.norm() for part in gradient]).norm().item()
 
 
 def test_loss_and_gradient_are_those_of_the_whole_distributions(folder, alone):
     """The teacher of the first step is the student itself, which has seen the hint."""
-    found = alone[0]
-    loss, student = loss_of(folder, "alone", folder / "student")
-    gradient = torch.autograd.grad(loss, list(student.parameters()))
-    norm = torch.stack([part.norm() for part in gradient]).norm()
-    assert loss.item() > 0.5
-    assert found["actor/distillation_loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert found["actor/loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    loss, norm = loss_of(folder, "alone", dict.fromkeys(SOURCES, "student"), hinted=True)
+    assert loss > 0.5
+    check_golden(alone[0], loss, norm)
+
+
+def check_golden(found: dict, loss: float, norm: float) -> None:
+    assert found["actor/distillation_loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["actor/loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert found["actor/teacher_mass"] == pytest.approx(1, abs=1e-5)
 
 
@@ -216,3 +248,75 @@ def test_a_dry_run_shows_what_the_teacher_is_asked(folder):
         "    teacher_logprobs",
     ):
         assert done.output.count(words) == 1, (words, done.output)
+
+
+# ---- several teachers
+
+
+@pytest.fixture(scope="module")
+def several(folder):
+    """On one rank."""
+    return ppo(folder, 1, "several", cfg="several")
+
+
+def test_each_data_source_has_its_teacher(folder, several):
+    loss, norm = loss_of(folder, "several", TAUGHT_BY, hinted=False)
+    check_golden(several[0], loss, norm)
+    swapped = {"sums": "second", "v1.5/others": "second", "more sums": "first"}
+    assert loss_of(folder, "several", swapped, hinted=False)[0] != pytest.approx(loss, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--teachers.sums.offload_params", "True"),
+        ("--placement", '{"actor": "0", "rollout": "0", "teachers.sums": "1"}'),
+        pytest.param(
+            ("--placement", '{"actor": "0-1", "teachers.sums": "0", "teachers.*": "1"}',
+             "--teachers.sums.engine", "megatron", "--actor.ulysses", "2"),
+            marks=pytest.mark.megatron,
+        ),
+    ],
+    ids=["beside the actor", "one apart", "each on a rank of its own"],
+)  # fmt: skip
+def test_placement_and_engines_of_teachers_change_nothing(folder, several, args):
+    same(ppo(folder, 2, "placed", *args, cfg="several"), several)
+
+
+def test_the_sampled_tokens_kl_is_to_the_rows_teacher(folder):
+    """It is given to the actor's rank by the teachers', the ids of their tokens are not."""
+    rows = ppo(
+        folder, 2, "kl", "--algo.distillation", "None", "--algo.kl_coef", "1.0", "--algo.kl_in",
+        "reward", "--algo.kl_estimator", "k1", "--steps", "1", "--placement",
+        '{"actor": "0", "rollout": "0", "teachers.sums": "1", "teachers.*": "1"}', cfg="several",
+    )  # fmt: skip
+    tokenizer, student = AutoTokenizer.from_pretrained(folder / "student"), "student"
+    models, values = {name: model_of(folder, name) for name in (student, "first", "second")}, []
+    for text in Path(folder, "kl/samples/step_1.jsonl").read_text().splitlines():
+        sample = json.loads(text)
+        answer = tokenizer.convert_tokens_to_ids(sample["tokens"])
+        with torch.no_grad():
+            own, theirs = (
+                logprobs(models[name], tokenizer, sample["prompt"], answer)
+                for name in (student, TAUGHT_BY[sample["data_source"]])
+            )
+        values.append((own - theirs)[range(len(answer)), answer])
+    assert rows[0]["reward/kl"] == pytest.approx(torch.cat(values).mean().item(), rel=1e-4)
+
+
+def test_a_dry_run_shows_every_teacher(folder):
+    done = train(
+        folder, 1, "--config", "several.py", "--dry-run", "--ranks", "2", "--placement",
+        '{"actor": "0", "rollout": "0", "teachers.sums": "1"}',
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    for words in (
+        "  teacher of sums: first\n", "  teacher of v1.5/others: as of sums\n",
+        "  teacher of other sources: second\n",
+        "  teachers.sums ranks 1: dp 1 x fsdp 1\n", "  teachers.* ranks 0: dp 1 x fsdp 1\n",
+        "  teachers.sums 0.1M parameters; weights 0.00, gradients 0.00",
+        "    teacher_logprobs",
+    ):  # fmt: skip
+        assert words in done.output, (words, done.output)
+    done = train(folder, 1, "--config", "several.py", "--dry-run", "--teachers.sums", "first")
+    assert done.code == 2 and "teachers['sums']='first': expected TrainConfig" in done.output
