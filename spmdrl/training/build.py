@@ -63,6 +63,7 @@ from spmdrl.training.roles import Roles, Sampler, Trainer
 from spmdrl.training.run_images import batch_images, shows_more_images, with_replies
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
+from spmdrl.training.teacher_endpoint import connect_teachers, endpoints_of
 from spmdrl.training.teacher_prompts import check_sources, hints_of, routes_of
 from spmdrl.training.topologies import Topologies, build_topologies
 from spmdrl.training.weight_sync import WeightSync, exhaust
@@ -134,6 +135,11 @@ def build(
     looks = with_replies(looks, config)
     check_kept(config, looks)
     images = batch_images(config, looks, prompts)
+    require(
+        images is None or not endpoints_of(config),
+        "teachers: an endpoint is given token ids alone, and prompts of this data show images",
+    )
+    endpoints = connect_teachers(config, tokenizer, topologies.trainers["actor"], phases)
     trainers = build_trainers(config, runtime, topologies, placement, images, host)
     with phases("build reward model"):
         reward_model = build_reward_model(config, topologies.scoring, topology)
@@ -150,6 +156,7 @@ def build(
         roles = build_roles(
             config, runtime, topologies, tokenizer, sampler, weights, trainers, images, prompts
         )
+        roles.endpoints = endpoints
         if rollout is not None and roles.sleeps:
             rollout.sleep()
     order.lag = int(can_overlap(roles))

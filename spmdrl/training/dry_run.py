@@ -33,6 +33,7 @@ from spmdrl.training.elastic import check_memory_of_sizes
 from spmdrl.training.run_images import with_replies
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
+from spmdrl.training.teacher_endpoint import endpoint_lines
 from spmdrl.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     if config.agent is not None:
         check_parser(config, tokenizer)
         lines += agent_lines(config)
+    lines += endpoint_lines(config, tokenizer)
     trained = [role for role in training_roles(config).values() if role.engine == "fsdp"]
     lines += trial_lines([role.model or config.model for role in trained])
     if runtime.is_main:

@@ -25,6 +25,7 @@ from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.language_judge import LanguageJudge
 from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay_buffer import ReplayBuffer
+from spmdrl.training.teacher_endpoint import EndpointClient
 from spmdrl.training.teacher_prompts import HintedPrompts, TeacherRoutes
 from spmdrl.training.weight_sync import WeightSync
 from spmdrl.training.weight_versions import WeightVersions
@@ -106,6 +107,7 @@ class Roles:
     actor: Trainer
     ref: Trainer | None = None
     teachers: Mapping[str, Trainer] = field(default_factory=dict)  # by the names of their roles
+    endpoints: Mapping[str, EndpointClient] = field(default_factory=dict)  # teachers behind them
     critic: Trainer | None = None
     prm: Trainer | None = None
     replay: ReplayBuffer | None = None

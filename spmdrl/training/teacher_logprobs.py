@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from spmdrl.distributed.progress import PROGRESS
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.training.dispatch import TrainBatches, result_like, send_to_role
 from spmdrl.training.roles import Roles, Trainer
+from spmdrl.training.teacher_endpoint import endpoint_logprobs
 from spmdrl.types import Batch, PolicyStats
 
 
@@ -48,6 +50,28 @@ def ask_teachers(roles: Roles, batches: TrainBatches) -> None:
                 put(roles, batch, seqs, ask_teacher(roles, teacher, batch.select(seqs)))
             teacher.model.offload()
 
+    ask_endpoints(roles, batches)
+
+
+def ask_endpoints(roles: Roles, batches: TrainBatches) -> None:
+    """Does for teachers behind endpoints what `ask_teachers` does, on the actor's ranks."""
+    actor = roles.actor
+    if not roles.endpoints or not actor.here:
+        return
+    vocab_size = load_hf_config(roles.config.model).get_text_config().vocab_size
+    with roles.phases("teacher_logprobs", actor.topology):
+        assert roles.routes is not None
+        for name, client in roles.endpoints.items():
+            for batch in PROGRESS.each(batches.of(actor), "mini-batches"):
+                seqs = roles.routes.rows(batch, name)
+                own = batch.select(seqs)
+                hinted = None if roles.hints is None else roles.hints.put_into(own)
+                stats = endpoint_logprobs(
+                    client, own if hinted is None else hinted.batch, roles.teacher_topk,
+                    vocab_size, roles.phases.still_going,
+                )  # fmt: skip
+                put(roles, batch, seqs, stats if hinted is None else hinted.placed(stats))
+
 
 def put(roles: Roles, batch: Batch, seqs: list[int], stats: PolicyStats) -> None:
     """Puts what a teacher says of these sequences in their places of the batch."""
@@ -78,7 +102,7 @@ def send_teachers_logprobs(roles: Roles, batches: TrainBatches) -> None:
     ranks. A token has one teacher, and all others have 0 in its place.
     """
     actor = roles.actor
-    if not roles.teachers:
+    if roles.routes is None:
         names = result_names(roles) if not roles.policy_teaches else ("ref_logprobs",)
         send_to_role(roles, batches, names, roles.ref, actor)
         return

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from programs import metrics_of, train
+from teacher_server import standing_in
 from tiny_models import CHARS, save_qwen3
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,6 +62,17 @@ config = replace(
         "sums": TrainConfig(model="first", dtype="float32"), "v1.5/others": "sums",
         "*": TrainConfig(model="second", dtype="float32", micro_batch_tokens=32),
     },
+)
+"""
+SERVED = """
+from dataclasses import replace
+import cfg
+from several import config
+from spmdrl.config import *
+
+config = replace(
+    config, data=cfg.config.data, rollout=replace(config.rollout, temperature=1.0), steps=2,
+    teachers=config.teachers | {"*": TeacherEndpoint(URL, "teach", max_concurrent=3)},
 )
 """
 TAUGHT_BY = {"sums": "first", "v1.5/others": "first", "more sums": "second"}
@@ -116,18 +128,22 @@ def prompts_of(n: int) -> tuple[str, str]:
     return f"{n}+{n % 7}=", f"{n}+{n % 7}= (is {hint}) "
 
 
-def logprobs(model: Any, tokenizer: Any, prompt: str, answer: list[int]) -> Tensor:
-    """(len(answer), VOCAB) at the temperature that the policy samples at."""
+def logprobs(
+    model: Any, tokenizer: Any, prompt: str, answer: list[int], temperature: float = 0.8
+) -> Tensor:
+    """(len(answer), VOCAB). temperature: that at which the policy samples."""
     asked = tokenizer(prompt)["input_ids"]
     logits = model(torch.tensor([[*asked, *answer]])).logits[0, len(asked) - 1 : -1]
-    return (logits / 0.8).log_softmax(-1)
+    return (logits / temperature).log_softmax(-1)
 
 
 def model_of(folder: Path, name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
 
 
-def loss_of(folder: Path, run: str, teachers: dict[str, str], hinted: bool) -> tuple[float, float]:
+def loss_of(
+    folder: Path, run: str, teachers: dict[str, str], hinted: bool, temperature: float = 0.8
+) -> tuple[float, float]:
     """The mean over the tokens of the first step of KL(teacher || student), and the norm of its
     gradient. teachers: by data source. hinted: they see the hints.
     """
@@ -140,10 +156,10 @@ def loss_of(folder: Path, run: str, teachers: dict[str, str], hinted: bool) -> t
         answer = tokenizer.convert_tokens_to_ids(sample["tokens"])
         prompts = prompts_of(sample["prompt_id"])
         assert sample["prompt"] == prompts[0]
-        q = logprobs(student, tokenizer, prompts[0], answer)
+        q = logprobs(student, tokenizer, prompts[0], answer, temperature)
         with torch.no_grad():
             teacher = models[teachers[sample["data_source"]]]
-            p = logprobs(teacher, tokenizer, prompts[hinted], answer)
+            p = logprobs(teacher, tokenizer, prompts[hinted], answer, temperature)
         losses.append((p.exp() * (p - q)).sum(-1))
     assert len(losses) == 12
     loss = torch.cat(losses).mean()
@@ -320,3 +336,28 @@ def test_a_dry_run_shows_every_teacher(folder):
         assert words in done.output, (words, done.output)
     done = train(folder, 1, "--config", "several.py", "--dry-run", "--teachers.sums", "first")
     assert done.code == 2 and "teachers['sums']='first': expected TrainConfig" in done.output
+
+
+# ---- a teacher behind an endpoint
+
+
+def test_a_teacher_behind_an_endpoint_sees_its_sources_and_their_hints(folder):
+    """The stand-in of vLLM's server has one of two teachers, and is busy at times; the other one is
+    on a rank of its own. Then a server with another model is refused before a model is loaded.
+    """
+    placement = '{"actor": "0", "rollout": "0", "teachers.sums": "1"}'
+    with standing_in(folder / "second") as server:
+        Path(folder, "served.py").write_text(SERVED.replace("URL", repr(server.url)))
+        server.busy = 1
+        rows = ppo(folder, 2, "served", "--placement", placement, cfg="served")
+        sources = [json.loads(text)["data_source"] for step in (1, 2) for text in Path(
+            folder, f"served/samples/step_{step}.jsonl").read_text().splitlines()]  # fmt: skip
+        asked = [each for each in server.asked if len(each["prompt"]) > 2]  # not those of checks
+        assert len(asked) == sources.count("more sums") > 0
+        assert all(each["prompt_logprobs"] == VOCAB for each in asked)
+    check_golden(rows[0], *loss_of(folder, "served", TAUGHT_BY, hinted=True, temperature=1.0))
+    assert len(rows) == 2 and rows[1]["actor/teacher_mass"] == pytest.approx(1, abs=1e-5)
+    with standing_in(folder / "second", max_logprobs=20) as server:
+        Path(folder, "served.py").write_text(SERVED.replace("URL", repr(server.url)))
+        done = train(folder, 2, "--config", "served.py", "--run_dir", "refused")
+    assert done.code == 2 and "names at most --max-logprobs" in done.output, done.output[-3000:]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from spmdrl.algo.losses import loss_of
-from spmdrl.config import DataConfig, PpoConfig, TrainConfig, require
+from spmdrl.config import DataConfig, PpoConfig, TeacherEndpoint, TrainConfig, require
 from spmdrl.distributed.placement import TEACHERS, is_frozen, training_roles
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.training.checks.common import check_reference_options
@@ -52,8 +54,10 @@ def check_teacher_of_source(config: PpoConfig, source: str, teacher: object) -> 
             f"source that has the same teacher, one of {others}",
         )
         return
-    if not isinstance(teacher, TrainConfig):
+    if isinstance(teacher, TeacherEndpoint):
+        check_endpoint_options(config, where, teacher)
         return
+    assert isinstance(teacher, TrainConfig)
     require(
         teacher.model is not None and (teacher.model != config.model or bool(config.data.hint_key)),
         f"{where}.model={teacher.model!r}: set it to a teacher, another model than the run's",
@@ -62,6 +66,22 @@ def check_teacher_of_source(config: PpoConfig, source: str, teacher: object) -> 
     require(teacher.lora is None, f"{name}.lora has no effect: the teacher is not trained")
     reason = "the teacher is not trained"
     check_reference_options(teacher, config.actor, reason=reason, role=name)
+
+
+def check_endpoint_options(config: PpoConfig, where: str, endpoint: TeacherEndpoint) -> None:
+    """Raises ConfigError for what can be known without asking the server."""
+    url = urlsplit(endpoint.url)
+    require(
+        url.scheme in ("http", "https") and bool(url.netloc),
+        f"{where}.url={endpoint.url!r}: expected the address of an API, as http://10.0.0.7:8000/v1",
+    )
+    require(bool(endpoint.model.strip()), f"{where}.model is empty: name the server's model")
+    require(
+        config.rollout.temperature == 1,
+        f"{where}: a server says the log-probabilities of its model at temperature 1, and policies "
+        f"are compared at rollout.temperature={config.rollout.temperature:g}: set that to 1, or "
+        "have the teacher in the ranks",
+    )
 
 
 def check_policy_as_teacher(config: PpoConfig) -> None:

@@ -33,6 +33,7 @@ from spmdrl.training.rl import restore_algorithm
 from spmdrl.training.roles import Roles, Sampler
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.step import train_step
+from spmdrl.training.teacher_endpoint import connect_teachers
 from spmdrl.training.teacher_prompts import load_again
 from spmdrl.training.topologies import build_topologies
 from spmdrl.types import Sample
@@ -147,6 +148,7 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
         replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
         routing=routing_of(load_hf_config(config.model)) if replays else None,
         hints=hints, routes=routes,
+        endpoints=connect_teachers(built, tokenizer, trainers["actor"].topology, phases),
         teachers={name: each for name, each in trainers.items() if name.startswith(TEACHERS)},
     )  # fmt: skip
 
