@@ -390,7 +390,8 @@ def build_trainers(
             base = actor.engine.base() if actor.engine is not None else None
             trainers[name] = Trainer(name, actor.topology, base, images, actor.shares_prefixes)
             continue
-        with runtime.phases(f"build {name}"):
+        shown = "teachers" if name.startswith(TEACHERS) else name
+        with runtime.phases(f"build {shown}"):
             ranks = topologies.trainers[name]
             kind = "value" if name == "critic" else "policy"
             PROGRESS.detail(model_text(role.model or config.model))

@@ -11,7 +11,8 @@ import pytest
 from tiny_models import CHARS, save_qwen3, save_tokenizer
 from transformers import AutoTokenizer, Qwen3Config
 
-from spmdrl.cli.paths import check_paths
+from spmdrl.cli.arguments import override
+from spmdrl.cli.paths import check_paths, model_fields
 from spmdrl.config import (
     AlgoConfig,
     CheckpointConfig,
@@ -24,10 +25,11 @@ from spmdrl.config import (
     RolloutConfig,
     SftConfig,
     SftDataConfig,
+    TeacherEndpoint,
     TrainConfig,
 )
-from spmdrl.distributed.placement import place, training_roles
-from spmdrl.training.checks import distillation
+from spmdrl.distributed.placement import place, saved_roles, training_roles
+from spmdrl.training.checks import teachers
 from spmdrl.training.checks.algorithms import check_algo
 from spmdrl.training.checks.distillation import check_distillation, check_tokenizers
 from spmdrl.training.checks.memory_fit import changes
@@ -37,6 +39,7 @@ from spmdrl.training.checks.rl import check_read
 from spmdrl.training.checks.supervised import check_sft
 from spmdrl.training.checks.timeline import works_of
 from spmdrl.training.run_identity import identity
+from spmdrl.training.teacher_prompts import check_sources
 
 HF = Qwen3Config(vocab_size=len(CHARS))
 
@@ -101,7 +104,7 @@ NONSENSE_HINTED = [
     (POLICY | {"changes": HINTED | {"actor": TrainConfig(router_replay="rollout")}},
      "teacher='policy' with actor.router_replay"),
     (POLICY | {"changes": {"data": DataConfig("t", hint_key="tip", max_hint_prompt_tokens=40_000)}},
-     "max_hint_prompt_tokens=40000 + rollout.max_tokens=1024 = 41024 tokens, but the teacher's"),
+     "max_hint_prompt_tokens=40000 + rollout.max_tokens=1024 = 41024 tokens, but max_position_"),
     (POLICY | {"changes": HINTED, "taught": False}, "there is no teacher to see it"),
 ]  # fmt: skip
 
@@ -115,7 +118,7 @@ def hinted_config(by="reference", taught=True, **settings):
 
 @pytest.mark.parametrize("settings", SENSE_HINTED)
 def test_with_hints_the_model_itself_may_teach(settings, monkeypatch):
-    monkeypatch.setattr(distillation, "load_hf_config", lambda name: HF)
+    monkeypatch.setattr(teachers, "load_hf_config", lambda name: HF)
     config = hinted_config(**settings)
     check_all(config)
     assert ("ref" in training_roles(config)) == (settings.get("by") != "policy")
@@ -125,11 +128,86 @@ def test_with_hints_the_model_itself_may_teach(settings, monkeypatch):
 
 @pytest.mark.parametrize(("settings", "words"), NONSENSE_HINTED)
 def test_hints_that_nobody_sees_are_refused(settings, words, monkeypatch):
-    monkeypatch.setattr(distillation, "load_hf_config", lambda name: HF)
+    monkeypatch.setattr(teachers, "load_hf_config", lambda name: HF)
     config = hinted_config(**settings)
     with pytest.raises(ConfigError) as error:
         check_all(config)
     assert words in str(error.value), str(error.value)
+
+
+BOTH = {"sums": TrainConfig(model="a"), "more": "sums", "*": TeacherEndpoint("http://h/v1", "b")}
+SEVERAL = {"teacher": None, "changes": {"teachers": BOTH}}
+
+
+def with_teachers(teachers, **more):
+    return {"teacher": None, "changes": {"teachers": teachers} | more}
+
+
+NONSENSE_SEVERAL = [
+    (SEVERAL | {"taught": False}, "teachers has no effect: nothing is learnt from them"),
+    (SEVERAL | {"teacher": "c"}, "ref.model='c' has no effect"),
+    (with_teachers(BOTH, ref=TrainConfig(fsdp=1)), "ref is another one"),
+    (with_teachers(BOTH, prm=TrainConfig()), "a process reward model"),
+    (with_teachers(BOTH, strict=True), "batch-invariant"),
+    (with_teachers(BOTH, rollout=RolloutConfig(n=1, temperature=0.7)), "at temperature 1"),
+    (with_teachers({"a": "b"}), "teachers['a']='b': expected TrainConfig(model=...)"),
+    (with_teachers({"a": "b", "b": "a"}), "one of []"),
+    (with_teachers({"a": TrainConfig()}), "teachers['a'].model=None: set it to a teacher"),
+    (with_teachers({"a": TrainConfig(model="m")}), "another model than the run's"),
+    (with_teachers({"a": TrainConfig(model="c", lora=LoraConfig())}), "teachers.a.lora has no"),
+    (with_teachers({"a": TrainConfig(model="c", ema=0.5)}), "teachers.a.ema=0.5 has no effect"),
+    (with_teachers({"a": TeacherEndpoint("h:80", "b")}), "expected the address of an API"),
+    (with_teachers({"a": TeacherEndpoint("http://h", " ")}), "model is empty"),
+    (with_teachers({"a": TeacherEndpoint("http://h", "b", max_concurrent=0)}),
+     "teachers.a.max_concurrent=0"),
+    (with_teachers({"a": TrainConfig(model="c", micro_batch_tokens=1)}),
+     "teachers.a.micro_batch_tokens=1"),
+    (with_teachers(BOTH, data=DataConfig("t", hint_key="tip")) | {"by": "policy"},
+     "makes the policy the only teacher"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "words"), NONSENSE_SEVERAL)
+def test_teachers_that_are_none_are_refused(settings, words, monkeypatch):
+    monkeypatch.setattr(teachers, "load_hf_config", lambda name: HF)
+    with pytest.raises(ConfigError) as error:
+        check_all(hinted_config(**settings))
+    assert words in str(error.value), str(error.value)
+
+
+def test_each_teacher_in_the_ranks_is_a_role_of_its_own():
+    config = config_of(**SEVERAL)
+    check_all(config)
+    assert [*training_roles(config)] == ["actor", "teachers.sums"] and [*saved_roles(config)] == [
+        "actor"
+    ]
+    apart = replace(config, placement={"actor": "0", "teachers.sums": "1"})
+    assert place(config, 2).roles["teachers.sums"] == (0, 1)
+    assert place(apart, 2).roles["teachers.sums"] == (1,)
+    with pytest.raises(ConfigError, match=r"names teachers\.more, which this run does not have"):
+        place(replace(config, placement={"teachers.more": "1"}), 2)
+    with pytest.raises(ConfigError, match="another program's"):
+        check_all(config, hosted=True)
+    dotted = replace(config, teachers={"v1.5/a": BOTH["sums"], "v1": "v1.5/a"})
+    changed = override(dotted, "teachers.v1.5/a.optim.lr", 0.5)
+    assert changed.teachers["v1.5/a"].optim.lr == 0.5 and changed.teachers["v1"] == "v1.5/a"
+    with pytest.raises(ConfigError, match="TrainConfig has no field 'modell'"):
+        override(dotted, "teachers.v1.5/a.modell", "b")
+    assert model_fields(dotted) == {"model": "m", "teachers.v1.5/a.model": "a"}
+    assert "teachers.sums.offload_params" in {text.partition("=")[0] for _, text, _ in changes(
+        config)}  # fmt: skip
+
+
+def test_every_data_source_has_a_teacher_and_every_teacher_a_source():
+    config = config_of(**SEVERAL)
+    check_sources(config, ["more", "sums", "x"])
+    check_sources(config, ["sums", "more"])
+    with pytest.raises(ConfigError, match=r"teachers\['more'\]: no row has this data_source"):
+        check_sources(config, ["sums", "x"])
+    few = replace(config, teachers={"sums": BOTH["sums"], "more": "sums"})
+    with pytest.raises(ConfigError, match="none for data_source 'x'"):
+        check_sources(few, ["more", "sums", "x"])
+    check_sources(replace(config, teachers={}), ["any"])
 
 
 @pytest.mark.parametrize("settings", SENSE, ids=str)
