@@ -29,11 +29,10 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.distributed.placement import place, saved_roles, training_roles
-from spmdrl.training.checks import teachers
+from spmdrl.training.checks import memory_plan, teachers
 from spmdrl.training.checks.algorithms import check_algo
 from spmdrl.training.checks.distillation import check_distillation, check_tokenizers
 from spmdrl.training.checks.memory_fit import changes
-from spmdrl.training.checks.memory_plan import supervised_plan
 from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.rl import check_read
 from spmdrl.training.checks.supervised import check_sft
@@ -344,14 +343,20 @@ def test_sense_in_fine_tuning_is_not_refused(models):
         check_paths(replace(sft_config(models), out=str(models / "teacher")))
 
 
-def test_the_plan_of_memory_has_the_teacher(models):
+@pytest.fixture
+def steady(monkeypatch):
+    """What the process itself takes does not change meanwhile."""
+    monkeypatch.setattr(memory_plan, "process_gib", lambda *engines: 1.0)
+
+
+def test_the_plan_of_memory_has_the_teacher(models, steady):
     """Its weights in both phases, unless they leave; no proposal takes the actor away."""
     lengths, plans = np.full(8, 30), {}
     for offload in (False, True):
         config = sft_config(models, ref={"offload_params": offload})
-        plans[offload] = supervised_plan(config, 2, "policy", lengths, gpu_gib=80)
+        plans[offload] = memory_plan.supervised_plan(config, 2, "policy", lengths, gpu_gib=80)
     without = sft_config(models, taught=False, teacher=None)
-    plain = supervised_plan(without, 2, "policy", lengths, gpu_gib=80)
+    plain = memory_plan.supervised_plan(without, 2, "policy", lengths, gpu_gib=80)
     stays, leaves, alone = (
         {phase.name: phase.parts["weights"] for phase in plan.timelines[0].phases}
         for plan in (plans[False], plans[True], plain)
@@ -367,6 +372,38 @@ def test_the_plan_of_memory_has_the_teacher(models):
     proposed = {text.partition("=")[0] for _, text, _ in changes(sft_config(models))}
     assert {"ref.offload_params", "ref.micro_batch_tokens"} < proposed
     assert "actor.offload_params" not in proposed and "ref.lora" not in proposed
+
+
+def test_the_plan_of_rl_has_what_teachers_say_and_every_pass(models, steady):
+    """8 x topk bytes of each token of a step; hints make a teacher's sequences longer."""
+    model, topk = str(models / "student"), 40
+
+    def plan_of(by="reference", placement=None, **fields):
+        config = PpoConfig(
+            model, DataConfig("t", prompts_per_step=6, max_prompt_tokens=10, hint_key="tip",
+                              max_hint_prompt_tokens=90), "gsm8k",
+            rollout=RolloutConfig(engine="hf", n=4, max_tokens=20),
+            placement=placement or {},
+            **{"algo": AlgoConfig(distillation=DistillationConfig(topk=topk, teacher=by))} | fields,
+        )  # fmt: skip
+        return memory_plan.memory_plan(config, 2, gpu_gib=80)
+
+    plain = plan_of(algo=AlgoConfig(kl_coef=0.1))
+    for by in ("reference", "policy"):
+        more = plan_of(by).process - plain.process
+        assert more == pytest.approx(24 / 2 * 30 * 8 * topk / 2**30)
+    (one,) = plan_of("policy").timelines
+    looks = {phase.name: phase for phase in one.phases}
+    assert "ref_logprobs" not in looks and looks["teacher_logprobs"].parts["activations"] > 0
+    both = {"sums": TrainConfig(model=str(models / "teacher")),
+            "*": TrainConfig(model=str(models / "short"))}  # fmt: skip
+    apart = plan_of(teachers=both, placement={"actor": "0", "rollout": "0", "teachers.*": "1"})
+    assert [timeline.roles for timeline in apart.timelines] == [
+        ("actor", "rollout", "teachers.sums", "reward"), ("teachers.*",),
+    ]  # fmt: skip
+    for timeline in apart.timelines:
+        assert "teacher_logprobs" in [phase.name for phase in timeline.phases]
+    assert apart.process - plain.process == pytest.approx(24 * 30 * 8 * topk / 2**30)
 
 
 def test_a_run_is_the_same_only_with_the_same_teacher(models):
