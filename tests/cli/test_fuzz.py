@@ -204,7 +204,8 @@ def test_bounds_are_of_fields_that_exist():
 
 def groups_of(kind: type) -> set[type]:
     hints = typing.get_type_hints(kind).values()
-    inner = {o for hint in hints for o in options_of(hint) if dataclasses.is_dataclass(o)}
+    parts = [part for hint in hints for part in (hint, *typing.get_args(hint))]  # of a mapping, too
+    inner = {o for part in parts for o in options_of(part) if dataclasses.is_dataclass(o)}
     return {kind}.union(*(groups_of(group) for group in inner)) if inner else {kind}
 
 
