@@ -1,5 +1,7 @@
-"""What the reference says of a step's tokens, and what a teacher does: the reference, the policy
-itself with a hint in its prompt, or one of several teachers, each of which has its own sequences.
+"""Asks the reference about a step's tokens, and the teacher that is learnt from.
+
+That is the reference, the policy itself with a hint in its prompt, or one of several teachers, each
+of which has its own sequences.
 """
 
 from __future__ import annotations
