@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from spmdrl.distributed.topology import Topology
     from spmdrl.rewards.runner import RewardRunner
     from spmdrl.training.roles import Sampler
-    from spmdrl.training.run_images import with_replies
     from spmdrl.training.runtime import Runtime
     from spmdrl.types import Prompt, Sample
 
@@ -314,6 +313,7 @@ def sampler_of(
     )
     from spmdrl.training.language_judge import build_judge
     from spmdrl.training.roles import Sampler
+    from spmdrl.training.run_images import with_replies
     from spmdrl.training.topologies import reward_degrees
 
     topology, rollout = runtime.topology, config.rollout
