@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from test_memory_plan import SHAPES
 from tiny_models import save_tokenizer
 
-import spmdrl.training.dry_run  # noqa: F401
+import spmdrl.training.dry_run
 import spmdrl.training.rl  # noqa: F401  for the forks
 
 ROOT = Path(__file__).parents[2]
