@@ -302,7 +302,7 @@ FLAGS = st.sampled_from([
 ])  # fmt: skip
 
 
-@fuzz(120)
+@fuzz(80)
 @given(argv=st.lists(FLAGS, max_size=5))
 def test_any_command_line(model, tmp_path_factory, argv):
     path = tmp_path_factory.getbasetemp() / "command_config.py"
@@ -406,7 +406,7 @@ def load_all(path: Path, tokenizer: Any, topology: Topology, on_bad_row: str) ->
     return count + len(pairs)
 
 
-@fuzz(120)
+@fuzz(80)
 @given(rows=st.lists(ROWS, max_size=4), skip=st.booleans())
 def test_any_rows_in_jsonl(tokenizer, topology, tmp_path_factory, rows, skip):
     path = tmp_path_factory.getbasetemp() / "rows.jsonl"
@@ -414,7 +414,7 @@ def test_any_rows_in_jsonl(tokenizer, topology, tmp_path_factory, rows, skip):
     load_all(path, tokenizer, topology, "skip" if skip else "error")
 
 
-@fuzz(120)
+@fuzz(80)
 @given(rows=st.lists(ROWS, min_size=1, max_size=4), skip=st.booleans())
 def test_any_rows_in_parquet(tokenizer, topology, tmp_path_factory, rows, skip):
     path = tmp_path_factory.getbasetemp() / "rows.parquet"
@@ -443,7 +443,7 @@ def test_any_damage(tokenizer, topology, tmp_path_factory, kind):
     whole = path.read_bytes()
     assert load_all(path, tokenizer, topology, "error") == 36
 
-    @fuzz(150)
+    @fuzz(100)
     @given(
         changes=st.lists(st.tuples(st.integers(0, len(whole) - 1), st.binary(max_size=4)),
                          max_size=4),
