@@ -26,7 +26,7 @@ OPTIONS = ("--algo.loss_args.", "--algo.advantage_args.")
 C = TypeVar("C")
 R = TypeVar("R", bound=RunConfig)
 
-hints_of = functools.cache(typing.get_type_hints)
+hints_of: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def load_config(
