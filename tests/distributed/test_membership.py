@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,22 +15,19 @@ from spmdrl.distributed import elastic_compat, launcher, membership
 from spmdrl.distributed.elastic_job import ElasticJob
 from spmdrl.distributed.membership import HostMemory, Membership
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from spmdrl.distributed.membership import HostMemory
-memory = HostMemory(Path(sys.argv[1]))
-Path(memory.folder, "step").mkdir()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+
+def is_killed(path: Path) -> None:
+    memory = HostMemory(path)
+    Path(memory.folder, "step").mkdir()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_memory_goes_with_its_launcher_or_with_the_next_one(tmp_path):
     first = HostMemory(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[2]
-    )
-    assert done.returncode == -9
+    other = multiprocessing.get_context("fork").Process(target=is_killed, args=(tmp_path,))
+    other.start()
+    other.join(60)
+    assert other.exitcode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 2
     second = HostMemory(tmp_path)  # what was killed has left is gone, what lives stays
     assert set(tmp_path.iterdir()) == {first.folder, second.folder}

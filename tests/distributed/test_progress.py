@@ -202,8 +202,11 @@ def test_a_wrong_log_call_of_a_library_ends_nothing(capsys):
 def test_every_phase_has_plain_words():
     names = set()
     for file in Path(spmdrl.__file__).parent.rglob("*.py"):
-        if not file.name.startswith(("embed", "external")):  # in a host's program nothing is shown
-            names |= phases_in(ast.parse(file.read_text()))
+        text = file.read_text()
+        if file.name.startswith(("embed", "external")):  # in a host's program nothing is shown
+            continue
+        if "phases(" in text or "barrier(" in text:  # to parse all would take a second
+            names |= phases_in(ast.parse(text))
     assert len(names) > 20
     assert names - {"end of the call", "attach"} <= WORDS.keys()
 

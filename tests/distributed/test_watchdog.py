@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -185,48 +189,52 @@ def test_the_store_s_rank_is_named_though_it_ended_before_a_sign_of_life(
     assert "it has hung up, and its rendezvous store is gone" in told[0]["cause"]
 
 
-LEAVING = """
-import sys, time
-from pathlib import Path
-import torch.distributed as dist
-from spmdrl.distributed.faults import watchdog as watchdog
-watchdog.PERIOD_S, watchdog.GRACE_S = 0.02, 0.2
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), wait_for_workers=False)
-rank = watchdog.Watchdog(store, 1, 2, Path(sys.argv[2]), 1e9, lost_s=1e9)
-rank.report({"rank": 1, "host": "here", "phase": "reward", "cause": "a second signal, SIGTERM",
-             "details": "", "exit_code": 130})
-print("reported", flush=True)
-time.sleep(60)
-"""
+@contextmanager
+def forked(
+    work: Callable[..., None], *args: Any
+) -> Iterator[tuple[BaseProcess, Connection, dist.Store]]:
+    """A fork that does work(pipe, *args), the pipe to it, which has told it the port of the store's
+    server, and that server. This is made after the fork, which would have its sockets otherwise.
+    """
+    fork, (ours, theirs) = multiprocessing.get_context("fork"), multiprocessing.Pipe()
+    process = fork.Process(target=work, args=(theirs, *args))
+    process.start()
+    try:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ours.send(server.port)
+        yield process, ours, server
+    finally:
+        process.kill()
+        process.join()
+
+
+def leaving(pipe: Connection, folder: Path) -> None:
+    os.dup2(os.open(folder / "said", os.O_WRONLY | os.O_CREAT), 2)
+    watchdog.GRACE_S = 0.2
+    store = dist.TCPStore("127.0.0.1", pipe.recv(), wait_for_workers=False)
+    rank = Watchdog(store, 1, 2, folder, 1e9, lost_s=1e9)
+    rank.report({"rank": 1, "host": "here", "phase": "reward", "cause": "a second signal, SIGTERM",
+                 "details": "", "exit_code": 130})  # fmt: skip
+    pipe.send("reported")
+    time.sleep(60)
 
 
 def test_a_rank_that_was_leaving_does_not_say_that_the_store_left_first(tmp_path: Path) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-c", LEAVING, str(server.port), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
-        assert rank.stdout is not None and rank.stderr is not None
-        try:
-            assert rank.stdout.readline() == b"reported\n"
-            del server
-            assert rank.wait(30) == 130
-            assert b"no rendezvous store" not in rank.stderr.read()
-        finally:
-            rank.kill()
+    with forked(leaving, tmp_path) as (rank, pipe, server):
+        assert pipe.recv() == "reported"
+        del server
+        rank.join(30)
+        assert rank.exitcode == 130
+    assert b"no rendezvous store" not in Path(tmp_path, "said").read_bytes()
 
 
-STRUCK = """
-import os, signal, sys, time
-from pathlib import Path
-import torch.distributed as dist
-from spmdrl.distributed.faults.watchdog import Watchdog
-port, neighbour = int(sys.argv[1]), eval(sys.argv[2])
-store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
-rank = Watchdog(store, 1, 2, Path(sys.argv[3]), 1e9, lost_s=1e9, neighbour=neighbour)
-sys.stdin.readline()
-for phase in ("rollout", "update_actor"):
-    rank.progress(phase)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def struck(pipe: Connection, neighbour: int | None, folder: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", pipe.recv(), wait_for_workers=False)
+    rank = Watchdog(store, 1, 2, folder, 1e9, lost_s=1e9, neighbour=neighbour)
+    pipe.recv()
+    for phase in PHASES:
+        rank.progress(phase)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -236,25 +244,20 @@ def test_a_rank_that_is_killed_as_a_phase_begins_is_told_with_that_phase(
     """It has given no sign of life since. A neighbour on its host reads it from the page, one on
     another host from the store."""
     monkeypatch.setattr(watchdog, "PERIOD_S", 0.5)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
     beside = None if alone else 1
-    rank = Watchdog(client, 0, 2, tmp_path, 1e9, lost_s=3.0 if alone else 1e9, neighbour=beside)
-    arguments = [str(server.port), "None" if alone else "0", str(tmp_path)]
-    peer = subprocess.Popen([sys.executable, "-c", STRUCK, *arguments], stdin=subprocess.PIPE)
-    try:
-        wait_until(lambda: client.check(["beat/1"]) and (alone or 1 in rank.pages), 30)
-        assert peer.stdin is not None
-        peer.stdin.write(b"\n")
-        peer.stdin.flush()
-        peer.wait(10)
-        failure = failure_of(rank, time.monotonic() + 10)
-        assert (failure["rank"], failure["phase"]) == (1, "update_actor"), failure
-    finally:
-        peer.kill()
-        rank.done.set()
-        rank.thread.join()
-        rank.close()
+    with forked(struck, None if alone else 0, tmp_path) as (peer, pipe, server):
+        client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+        rank = Watchdog(client, 0, 2, tmp_path, 1e9, lost_s=3.0 if alone else 1e9, neighbour=beside)
+        try:
+            wait_until(lambda: client.check(["beat/1"]) and (alone or 1 in rank.pages), 30)
+            pipe.send("go on")
+            peer.join(10)
+            failure = failure_of(rank, time.monotonic() + 10)
+            assert (failure["rank"], failure["phase"]) == (1, "update_actor"), failure
+        finally:
+            rank.done.set()
+            rank.thread.join()
+            rank.close()
 
 
 def test_names_that_no_host_has_are_no_failure() -> None:

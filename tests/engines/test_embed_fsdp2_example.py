@@ -28,7 +28,7 @@ def test_the_program_trains_and_then_learns_from_rewards_and_examples_in_turn(tm
         assert done.code == 0, done.output[-6000:]
         return done.output
 
-    said = run("train.py", "--train-iters", "100")
+    said = run("train.py", "--train-iters", "30")
     losses = [float(x) for x in re.findall(r"\| loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] - 0.5
     rl = [
@@ -36,7 +36,7 @@ def test_the_program_trains_and_then_learns_from_rewards_and_examples_in_turn(tm
         "--lr-warmup-iters", "1", "--save", "runs/embed_fsdp2/rl", "--save-interval", "4",
         "--train-iters", "8", "--rl-schedule", '{"sft": 1, "rl": 1}',
     ]  # fmt: skip
-    said = run("train_rl.py", "--load", "runs/embed_fsdp2/pretrained/iter_100", "--finetune", *rl)
+    said = run("train_rl.py", "--load", "runs/embed_fsdp2/pretrained/iter_30", "--finetune", *rl)
     whole = iterations(said)
     assert ["rl" if "reward/mean" in line else "sft" for line in whole] == ["sft", "rl"] * 4
     assert "eval/reward" in said

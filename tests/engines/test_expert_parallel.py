@@ -119,7 +119,7 @@ def loss_of(kind: str) -> Any:
 
 
 def updates_on(topology: Any, model: str, kind: str, options: dict[str, Any]) -> Any:
-    """Log-probabilities or values by sequence, three updates' metrics, then the weights."""
+    """Log-probabilities or values by sequence, two updates' metrics, then the weights."""
     engine = engine_on(topology, kind, model, replace(WELL_CONDITIONED, **options))
     places = engine.topology
     mine: list[int] = []
@@ -132,7 +132,7 @@ def updates_on(topology: Any, model: str, kind: str, options: dict[str, Any]) ->
     looked = engine.logprobs(batch, 0.8).logprobs if kind == "policy" else engine.values(batch)
     found = dict(zip(mine, looked.split(batch.seq_lens.tolist()), strict=True))
     metrics = []
-    for _ in range(3):
+    for _ in range(2):
         engine.offload()
         engine.onload()
         metrics.append(engine.update(batch, loss_of(kind), temperature=0.8))

@@ -1,6 +1,7 @@
 """The kernels' bench runs through on this machine, whatever one of its cases does."""
 
 import json
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,24 @@ import run as bench  # noqa: E402
 from kernel_cases import Case, cpu_cases, gpu_cases  # noqa: E402
 
 
+class Here:
+    """In place of the process that measures."""
+
+    alive = True
+
+    def __init__(self, log: Path) -> None:
+        self.device = bench.torch.device("cpu")
+
+    def measure(self, case: Case, end: float) -> bench.Result:
+        return bench.measure(case, self.device)
+
+    def stop(self) -> None:
+        pass
+
+
 def test_all_cases_of_a_machine_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "Worker", Here)
+    monkeypatch.setattr(bench, "SECONDS", 0.04)
     monkeypatch.setattr(sys, "argv", ["bench", "--out", str(tmp_path)])
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     bench.main()
@@ -23,7 +41,10 @@ def test_all_cases_of_a_machine_without_a_gpu(tmp_path, monkeypatch):
     assert (tmp_path / "roofline.png").stat().st_size > 10_000
 
 
-def test_a_case_that_fails_or_hangs_is_recorded_and_the_rest_goes_on(tmp_path):
+def test_a_case_that_fails_or_hangs_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
+    """The second and the third process are forks, which import nothing."""
+    kinds, context = iter(("spawn", "fork", "fork")), multiprocessing.get_context
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context(next(kinds)))
     good = Case("copy", "ceiling", (1000,))
     cases = [Case("copy", "ceiling", (-1,)), good,
              Case("gae", "eager", (64, 1 << 20), limit_s=0.5), good]  # fmt: skip

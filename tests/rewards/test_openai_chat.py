@@ -42,15 +42,17 @@ def test_images_stand_where_the_policy_saw_them() -> None:
     ]  # fmt: skip
 
 
-def names(images: list[str]) -> dict[str, Any]:
-    return {"score": len(images), "first": images[0] == URIS[0]}
-
-
-def takes_all(**given: Any) -> float:
-    return float("images" in given)
-
-
 def test_a_reward_is_given_images_only_where_it_names_them() -> None:
+    """The functions are sent to worker processes as they are; those of this file would have them
+    import it, and torch."""
+    uri = URIS[0]
+
+    def names(images: list[str]) -> dict[str, Any]:
+        return {"score": len(images), "first": images[0] == uri}
+
+    def takes_all(**given: Any) -> float:
+        return float("images" in given)
+
     prompt = Prompt(0, [5], "d", "", "", images=(Picture(png(0, 8, 8)), Picture(png(1, 8, 8))))
     for function, reward, info in ((names, 2.0, {"first": 1.0}), (takes_all, 0.0, {})):
         runner = RewardRunner(function, RewardConfig(workers=1))

@@ -1,16 +1,21 @@
 """Configs of models of hundreds of billions of parameters: `--dry-run` says that they fit."""
 
 import json
+import multiprocessing
 import re
 import runpy
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from programs import train
 from safetensors.torch import save_file
 from test_memory_plan import SHAPES
 from tiny_models import save_tokenizer
+
+import spmdrl.training.dry_run
+import spmdrl.training.rl  # noqa: F401  for the forks
 
 ROOT = Path(__file__).parents[2]
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
@@ -29,6 +34,13 @@ PUBLISHED = {
         "eos_token_id": 151645, "hidden_act": "silu", "torch_dtype": "bfloat16",
     },
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def forks(monkeypatch):
+    """Plans are made by forks of this process: the server of forks imports much that no plan needs,
+    and nothing else of `make check` starts it."""
+    monkeypatch.setattr(programs, "SERVER", multiprocessing.get_context("fork"))
 
 
 @pytest.fixture(scope="module")
