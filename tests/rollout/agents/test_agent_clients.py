@@ -4,9 +4,11 @@ import re
 import subprocess
 import sys
 
+import pytest
 from programs import ROOT
 
 
+@pytest.mark.clock
 def test_a_client_for_each_agent_costs_most_and_a_session_of_aiohttp_least():
     command = [sys.executable, str(ROOT / "examples/bench/agent_clients.py"), "--agents", "16"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
