@@ -11,11 +11,12 @@ from spmdrl.config import ConfigError, DataConfig
 from spmdrl.data.chat import Encoded, Encoder
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.left_out import calls_of
-from spmdrl.data.pictures import MARK, pictures_of, refuse_single, refuse_videos, with_parts
+from spmdrl.data.pictures import MARK, pictures_of, refuse_single, shown_in
 from spmdrl.data.prompt_stats import needs_difficulty
 from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
+from spmdrl.data.videos import videos_of
 from spmdrl.hub.vision_families import FAMILIES
-from spmdrl.types import Picture
+from spmdrl.types import Visual
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PromptFields:
     data_source: str
     ground_truth: Any  # None where there is none
     extra_info: dict[str, Any]
-    images: tuple[Picture, ...] = ()
+    images: tuple[Visual, ...] = ()  # and videos, which are the last
 
     @property
     def has_parts(self) -> bool:
@@ -51,9 +52,9 @@ SHARD = re.compile(r"-\d+-of-\d+$")  # train-00000-of-00002
 
 
 def columns_of(config: DataConfig) -> tuple[str, ...]:
-    others = ("extra_info", "metadata", "images", "image", "videos", "tools", "instruction")
+    others = ("extra_info", "metadata", "images", "image", "tools", "instruction")
     known = (*PROMPTS, *TRUTHS, *SOURCES, *others)
-    keys = [config.prompt_key, config.ground_truth_key]
+    keys = [config.prompt_key, config.ground_truth_key, config.video_key]
     if config.demonstration_key is not None:
         keys.append(config.demonstration_key)
     if needs_difficulty(config.sampler):
@@ -69,9 +70,9 @@ def prompt_fields(
     A ground truth may be missing: some rewards ask for none. path: of the file. sees: whether the
     model sees images.
     """
-    refuse_videos(row)
-    images = pictures_of(row.get("images"), path.parent)
+    images: tuple[Visual, ...] = pictures_of(row.get("images"), path.parent)
     refuse_single(row, images)
+    images += videos_of(row.get(config.video_key), path.parent, config.video_key)
     prompt_key = prompt_key_of(row, config)
     prompt = lookup(row, prompt_key)
     if prompt is MISSING:
@@ -193,29 +194,33 @@ def check_prompt(field: str, prompt: Any, parts: bool = False) -> None:
 
 def encode(
     fields: PromptFields, encoder: Encoder, config: DataConfig, vision: ImageProcessor | None
-) -> Encoded:
-    """Token ids of a prompt, images included. Raises BadRow, ConfigError."""
-    if not fields.images and not fields.has_parts:
-        return encoder.prompt(fields.prompt)
+) -> tuple[Encoded, tuple[Visual, ...]]:
+    """Returns the token ids of a prompt, those of images and videos included, and these in the
+    order of their tokens. Raises BadRow, ConfigError.
+    """
+    shown = fields.images
+    if not shown and not fields.has_parts:
+        return encoder.prompt(fields.prompt), ()
     if vision is None:
         raise sees_none()
     if isinstance(fields.prompt, str):
         raise BadRow(f"field 'images': they want a prompt that is a chat list, with {MARK} in it")
-    found = encoder.prompt(with_parts(fields.prompt, len(fields.images)))
+    found = encoder.prompt(shown_in(fields.prompt, shown))
     if len(found.ids) <= encoder.limit:
-        found = found._replace(ids=vision.placed(found.ids, fields.images))
+        shown = vision.ordered(found.ids, shown)
+        found = found._replace(ids=vision.placed(found.ids, shown))
     if len(found.ids) > encoder.limit and config.overlong_prompts == "truncate":
         raise BadRow(
             f"field 'images': a prompt of {len(found.ids)} tokens with images cannot be cut to "
             f"max_prompt_tokens={encoder.limit}: raise it, set image_max_pixels, or set "
             "overlong_prompts to 'filter'"
         )
-    return found
+    return found, shown
 
 
 def sees_none() -> ConfigError:
     return ConfigError(
-        "the data has images, which the model does not see. Model types that do are "
+        "the data has images or videos, which the model does not see. Model types that do are "
         f"{', '.join(FAMILIES)}; where one of them has a language model that can be loaded alone, "
         "set vision_tower=True"
     )

@@ -21,9 +21,11 @@ from vision_checks import logprobs_alone, logprobs_packed, packed, prompts_of, v
 
 from spmdrl.config import ConfigError, DataConfig, RolloutConfig
 from spmdrl.data import pictures
-from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor, num_bytes, rope_positions
+from spmdrl.data.image_limits import ImageLimits
+from spmdrl.data.images import BatchImages, ImageProcessor, num_bytes
 from spmdrl.data.pictures import open_picture, pictures_of, size_of
 from spmdrl.data.prompts import PromptDataset
+from spmdrl.data.rope_positions import rope_positions
 from spmdrl.data.table_files import BadRow
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import build_model

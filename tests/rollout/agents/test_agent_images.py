@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 from vision_checks import logprobs_packed, vision_of
 
 from spmdrl.config import AgentConfig, ConfigError, DataConfig, PpoConfig, RolloutConfig
-from spmdrl.data.images import BatchImages, ImageLimits
+from spmdrl.data.image_limits import ImageLimits
+from spmdrl.data.images import BatchImages
 from spmdrl.data.packing import pack_samples
 from spmdrl.data.pictures import with_parts, with_pictures
 from spmdrl.distributed.topology import Topology
