@@ -217,8 +217,9 @@ def parts_of_one(part: Any) -> list[dict[str, str]]:
         own = [key for key in (kind, "path", "bytes", "url") if part.get(key) is not None]
         if own:
             raise BadRow(
-                f"field 'prompt[].content[]': a part {kind!r} with its own {own[0]!r}: put it into "
-                f"the row's '{kind}s', in the order in which the prompt shows them"
+                f"field 'prompt[].content[]': {'an' if kind == 'image' else 'a'} {kind} with its "
+                f"own {own[0]!r}: put it into the row's '{kind}s', in the order in which the "
+                "prompt shows them"
             )
         return [{"type": kind}]
     if kind == "text" and isinstance(part.get("text"), str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from spmdrl.data.left_out import calls_of
 from spmdrl.data.pictures import MARK, pictures_of, refuse_single, shown_in
 from spmdrl.data.prompt_stats import needs_difficulty
 from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
-from spmdrl.data.videos import videos_of
+from spmdrl.data.videos import num_videos, videos_of
 from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.types import Visual
 
@@ -202,7 +203,7 @@ def encode(
     if not shown and not fields.has_parts:
         return encoder.prompt(fields.prompt), ()
     if vision is None:
-        raise sees_none()
+        raise sees_none(shown)
     if isinstance(fields.prompt, str):
         raise BadRow(f"field 'images': they want a prompt that is a chat list, with {MARK} in it")
     found = encoder.prompt(shown_in(fields.prompt, shown))
@@ -218,9 +219,10 @@ def encode(
     return found, shown
 
 
-def sees_none() -> ConfigError:
+def sees_none(shown: Sequence[Visual] = ()) -> ConfigError:
+    what = "videos" if num_videos(shown) else "images"
     return ConfigError(
-        "the data has images or videos, which the model does not see. Model types that do are "
+        f"the data has {what}, which the model does not see. Model types that see images are "
         f"{', '.join(FAMILIES)}; where one of them has a language model that can be loaded alone, "
         "set vision_tower=True"
     )

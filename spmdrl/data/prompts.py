@@ -7,6 +7,7 @@ A prompt row follows verl's schema:
     reward_model   {"style": "rule", "ground_truth": "5"}  or a column `ground_truth`
     extra_info     {...}                                   optional, handed to the reward
     images         [{"bytes": ...}] or paths               optional, see spmdrl/data/pictures.py
+    videos         paths, or lists of frames               optional, see spmdrl/data/videos.py
 
 data.prompt_key and data.ground_truth_key name other columns. Rows of TRL, OpenRLHF and slime are
 read by the names of their columns, where these leave no doubt (prompt_fields.py); what has no

@@ -38,16 +38,5 @@ def rope_positions(
 
 
 def time_positions(steps: int, interval: float) -> Tensor:
-    """(steps,) int64 from 0 on, rounded down. In float32, as transformers computes them."""
-    return (torch.arange(steps) * torch.tensor(interval, dtype=torch.float32)).long()
-
-
-def exact_interval(steps: int, interval: float) -> float:
-    """Returns the interval with which float64 gives the positions that float32 gives with this one:
-    the middle of those that do. They lie between position / step and (position + 1) / step.
-    """
-    if steps < 2:
-        return interval
-    step = torch.arange(1, steps, dtype=torch.float64)
-    position = time_positions(steps, interval)[1:].double()
-    return float(((position / step).max() + ((position + 1) / step).min()) / 2)
+    """(steps,) int64 from 0 on, rounded down. In float64, as vLLM computes them."""
+    return (torch.arange(steps, dtype=torch.float64) * interval).long()

@@ -266,7 +266,7 @@ class SftReader:
         images: tuple[Visual, ...] = pictures_of(row.get("images"), folder)
         found = images + videos_of(row.get(key), folder, key)
         if self.vision is None and found:
-            raise sees_none()
+            raise sees_none(found)
         refuse_single(row, images)
         return found
 

@@ -196,8 +196,7 @@ class VideoProcessor:
         """Returns the positions from one step in time to the next, a fraction or more."""
         if not self.family.timed:
             return 1.0
-        seconds = torch.tensor(clip.seconds, dtype=torch.float32)
-        return float(seconds * self.config.vision_config.tokens_per_second)
+        return clip.seconds * float(self.config.vision_config.tokens_per_second)
 
     def decoded(self, video: Video) -> Decoded:
         """Raises BadRow, ConfigError."""

@@ -14,13 +14,19 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, ProcessorMi
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from vision_checks import logprobs_packed, packed, vision_of
 
-from spmdrl.config import ConfigError, DataConfig, RolloutConfig
-from spmdrl.data.image_limits import ImageLimits
+from spmdrl.config import (
+    AnswerDataConfig,
+    ConfigError,
+    DataConfig,
+    RolloutConfig,
+    SftDataConfig,
+)
+from spmdrl.data.answers import AnswerDataset
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.pictures import open_picture
 from spmdrl.data.prompts import PromptDataset
-from spmdrl.data.rope_positions import exact_interval, rope_positions, time_positions
-from spmdrl.data.table_files import BadRow
+from spmdrl.data.rope_positions import rope_positions, time_positions
+from spmdrl.data.sft import SftDataset
 from spmdrl.data.videos import videos_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import build_model
@@ -90,6 +96,142 @@ ROWS = [
 def prompts_of(model: str, clips: Path, topology: Topology, **settings: Any) -> list[Prompt]:
     data = load(model, write(clips / "rows.jsonl", ROWS), topology, **settings)
     return [data.prompt(i) for i in range(len(ROWS))]
+
+
+# ---- data
+
+
+def test_a_video_may_be_given_in_several_ways(clips: Path) -> None:
+    file = Path(clips, "a.avi")
+    given = [
+        "a.avi", {"path": "a.avi", "bytes": None}, {"video": f"file://{file}"},
+        {"bytes": file.read_bytes()}, {"type": "video", "video": "a.avi", "fps": None},
+    ]  # fmt: skip
+    found = videos_of(given, clips)
+    assert len({video.digest for video in found}) == 1
+    (own,) = videos_of([{"path": "a.avi", "fps": 1}], clips)
+    assert own.fps == 1.0 and own.digest != found[0].digest
+    frames = videos_of([["0.png", {"path": "1.png"}], {"video": ["1.png", "0.png"]}], clips)
+    assert len({video.digest for video in frames}) == 2
+    assert videos_of(None, clips) == videos_of([], clips) == ()
+
+
+def test_prompts_have_the_tokens_of_images_and_videos_in_the_order_of_their_marks(
+    models: dict[str, str], clips: Path, topology: Topology
+) -> None:
+    path = write(clips / "rows.jsonl", ROWS)
+    data = load(models["qwen2_5_vl"], path, topology, video_fps=2, max_prompt_tokens=300)
+    kinds = [[type(each).__name__ for each in data.prompt(i).images] for i in range(len(ROWS))]
+    assert kinds == [["Picture", "Video"], [], ["Video", "Picture", "Video"], ["Video"]]
+    spell = data.encoder.tokenizer.decode
+    assert spell(data.prompt(1).token_ids) == "u:no <video>a:"
+    image, clip = "<|image_pad|>" * 6, "<|video_pad|>" * 16  # 4 of 8 frames, two at a time
+    ends = "<|vision_start|>", "<|vision_end|>"
+    assert spell(data.prompt(0).token_ids) == f"u:{image.join(ends)}A{clip.join(ends)}B?a:"
+    most = data.images
+    assert (most.per_prompt, most.videos, most.largest_video) == (1, 2, (48, 6, 4, 8))
+    timed = load(models["qwen3_vl"], path, topology, video_fps=2, max_prompt_tokens=300)
+    frame = ("<|video_pad|>" * 2).join(ends)  # all frames have as many pixels as an image
+    clip = f"<0.2 seconds>{frame}<1.5 seconds>{frame}"  # of frames 0, 2, 5 and 7
+    assert clip.join(ends) in spell(timed.prompt(0).token_ids)
+
+
+def test_frames_are_drawn_by_the_models_processor(models: dict[str, str], clips: Path) -> None:
+    """So many a second, or in all; as many as there are; scaled."""
+    longest = Video(clips / "c.avi")  # 24 frames, 4 a second, of 32 x 16
+
+    def frames(video: Video = longest, **settings: Any) -> list[int]:
+        videos = vision_of(models["qwen2_5_vl"], **settings).videos
+        assert videos is not None
+        return videos.decoded(video).numbers
+
+    assert frames() == list(range(0, 24, 2))
+    assert frames(video_fps=1) == list(range(0, 24, 4))
+    assert frames(Video(longest.source, 1.0)) == frames(video_fps=1)
+    assert frames(video_frames=2) == [0, 12] and len(frames(video_frames=999)) == 24
+    assert len(frames(video_fps=4, video_max_frames=6)) == 6
+    small = vision_of(models["qwen2_5_vl"], video_max_pixels=128)
+    assert small.clip(longest).grid == (6, 1, 2)
+    vision = vision_of(models["qwen2_5_vl"])
+    assert vision.clip(longest).grid == (6, 2, 4)
+    assert vision.pixels(longest)["pixel_values"].shape == (6 * 4 * 8, 96)
+
+
+@pytest.mark.parametrize(
+    ("content", "videos", "error"),
+    [
+        ("<video>?", "a.avi", "expected a list of videos"),
+        ("<video>?", [{"path": "a.avi", "max_frames": 3}], "expected videos as"),
+        ("<video>?", [{"path": "a.avi", "fps": 0}], "expected frames per second, a number above 0"),
+        ("<video>?", ["http://a/b.mp4"], "is no file: write it to one before the run"),
+        ("<video>?", ["gone.mp4"], "gone.mp4' cannot be read: FileNotFoundError"),
+        ("<video>?", ["0.png/"], "cannot be read"),
+        ("<video>?", ["rows.txt"], "rows.txt' cannot be read: OpenCV finds no frames in it"),
+        ("<video>?", ["cut.avi"], "cut.avi' cannot be read: "),
+        ("<video>?", [["0.png", "wide.png"]], "the frames of a video differ in size"),
+        ("?", ["a.avi"], "field 'videos': 1 of them, but the prompt has 0 places for one"),
+        ([{"type": "video"}], [], "field 'videos': 0 of them, but the prompt has 1 places for one"),
+        ([{"type": "video", "video": "a.avi"}], [], "a video with its own 'video'"),
+        ("<video>?", ["c.avi"], "c.avi' has 48 tokens, more than data.max_video_tokens=40"),
+    ],
+)
+def test_what_is_wrong_with_a_video_is_said_with_its_row(
+    models: dict[str, str], clips: Path, topology: Topology, content: Any, videos: Any, error: str
+) -> None:
+    Path(clips, "rows.txt").write_text("no video")
+    encoded = Path(clips, "a.avi").read_bytes()
+    Path(clips, "cut.avi").write_bytes(encoded[: len(encoded) // 2])
+    Path(clips, "wide.png").write_bytes(png(0, 32, 16))
+    path = write(clips / "wrong.jsonl", [row(content, videos)])
+    with pytest.raises(ConfigError, match="line 1") as raised:
+        load(models["qwen2_5_vl"], path, topology, max_video_tokens=40)
+    assert error in str(raised.value)
+
+
+def test_other_columns_are_named_and_blind_models_told(
+    models: dict[str, str], clips: Path, topology: Topology, tmp_path_factory: Any
+) -> None:
+    path = write(clips / "other.jsonl", [row("<video>?", clip=["a.avi"])])
+    data = load(models["qwen2_vl"], path, topology, video_key="clip")
+    assert len(data.prompt(0).images) == 1
+    stills = save_qwen_vl(tmp_path_factory.mktemp("stills") / "model")
+    config = load_hf_config(str(stills))
+    vision = ImageProcessor.load(str(stills), config, DataConfig(""))
+    assert vision is not None
+    vision.videos = None  # as of a family without
+    with pytest.raises(ConfigError, match="videos, which model type 'qwen2_5_vl' is not shown"):
+        vision.placed([vision.sizes.config.video_token_id], [Video(clips / "a.avi")])
+
+
+def test_rows_to_learn_show_what_prompts_show(
+    models: dict[str, str], clips: Path, topology: Topology
+) -> None:
+    """In fine-tuning, and in preference: the prompt's tokens, and behind them what is learnt."""
+    prompts = prompts_of(models["qwen3_vl"], clips, topology, max_prompt_tokens=300)
+    config = load_hf_config(models["qwen3_vl"])
+    tokenizer = AutoTokenizer.from_pretrained(models["qwen3_vl"])
+    asked = {"max_tokens": 300}
+    said = [{"role": "assistant", "content": "7"}]
+    shown = [{name: row[name] for name in ("prompt", "images", "videos")} for row in ROWS]
+    chats = [row | {"messages": row.pop("prompt") + said} for row in map(dict, shown)]
+    path = str(write(clips / "sft.jsonl", chats))
+    learnt = SftDataConfig(path, **asked)
+    vision = ImageProcessor.load(models["qwen3_vl"], config, learnt)
+    rows = SftDataset.load(path, tokenizer, learnt, topology, vision=vision)
+    path = str(
+        write(clips / "pairs.jsonl", [row | {"chosen": "7", "rejected": "8"} for row in shown])
+    )
+    pairs = AnswerDataset.load(
+        path, tokenizer, AnswerDataConfig(path, **asked), topology, vision=vision
+    )
+    for i, prompt in enumerate(prompts):
+        answer = [*tokenizer.encode("7", add_special_tokens=False), tokenizer.eos_token_id]
+        for found in (rows.example(i), pairs.by_id(2 * i)):
+            assert found.token_ids == [*prompt.token_ids, *answer]
+            assert [each.digest for each in found.images] == [e.digest for e in prompt.images]
+    assert rows.images is not None
+    views = rows.images.views(rows.batch(list(range(len(ROWS)))))
+    assert [len(view.spans) for view in views] == [2, 0, 3, 1]
 
 
 # ---- by transformers
@@ -176,25 +318,24 @@ def test_positions_are_those_of_the_paper() -> None:
         first = end + text
         for time in range(times):
             for r in range(rows):
-                want += [[first + int(time * interval), first + r, first + c] for c in range(columns)]
+                want += [
+                    [first + int(time * interval), first + r, first + c] for c in range(columns)
+                ]
         end = max(map(max, want)) + 1
     want += [[end + i] * 3 for i in range(2)]
     got = rope_positions(len(want), spans, torch.tensor(grids), intervals)
     assert got.T.tolist() == want
 
 
-def test_an_interval_of_float64_gives_the_positions_of_float32() -> None:
-    """Also where a product is rounded up to a whole number in float32 alone."""
-    differ = 0
-    for numerator in range(1, 200):
-        for denominator in (3, 7, 10, 24, 29.97, 30):
-            interval = float(torch.tensor(numerator / denominator, dtype=torch.float32))
-            exact = exact_interval(300, interval)
-            steps = np.arange(300)
-            want = time_positions(300, interval).numpy()
-            assert ((steps * exact).astype(np.int64) == want).all()
-            differ += int(((steps * interval).astype(np.int64) != want).any())
-    assert differ > 0
+def test_positions_in_time_are_those_of_vllm() -> None:
+    """Those of transformers, which multiplies in float32, at the usual rates of frames."""
+    steps = np.arange(384)
+    for fps in (0.5, 1, 2, 4, 8, 29.97 / 15):
+        interval = 2 / fps * 4.0
+        got = time_positions(384, interval)
+        assert got.tolist() == (steps * interval).astype(np.int64).tolist()
+        in_float32 = torch.arange(384) * torch.tensor(interval, dtype=torch.float32)
+        assert got.tolist() == in_float32.long().tolist()
 
 
 # ---- rollouts

@@ -20,7 +20,6 @@ from PIL import Image
 
 from spmdrl.data.image_limits import ImageLimits
 from spmdrl.data.images import together
-from spmdrl.data.rope_positions import exact_interval
 from spmdrl.data.videos import Clip
 from spmdrl.hub.vision_families import Pixels
 from spmdrl.rollout.base import Request
@@ -101,15 +100,11 @@ def features(looks: ImageLimits, request: Request) -> list[Any] | None:
 
 
 def video_item(looks: ImageLimits, pixels: Pixels, clip: Clip) -> Any:
-    """Returns vLLM's own form of a video. It computes positions in time in float64, and is told the
-    interval that gives those of the trainer.
-    """
+    """Returns vLLM's own form of a video."""
     vision, grid = looks.vision, pixels["image_grid_thw"]
     values = {"pixel_values_videos": pixels["pixel_values"], "video_grid_thw": grid}
     if vision.shown_videos.family.timed:
-        interval = exact_interval(clip.grid[0], vision.shown_videos.interval(clip))
-        seconds = interval / vision.sizes.config.vision_config.tokens_per_second
-        values["second_per_grid_ts"] = torch.tensor([seconds], dtype=torch.float64)
+        values["second_per_grid_ts"] = torch.tensor([clip.seconds], dtype=torch.float64)
     counts = {"pixel_values_videos": torch.tensor([len(pixels["pixel_values"])])}
     return compat.vision_items("video", values, flat=counts)[0]
 
