@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from programs import CONFIG, train
-from tiny_models import film, png, save_qwen_vl
+from tiny_models import film, png, save_qwen_vl, save_tokenizer
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from vision_task import CLOSE, SAVE_EACH_STEP, run_task
+
+from spmdrl.config import ConfigError, DataConfig, PpoConfig
+from spmdrl.data.prompt_checks import MostImages
+from spmdrl.training.checks.shown import check_shown
 
 pytestmark = pytest.mark.ranks
 
@@ -90,19 +96,31 @@ def test_vllm_and_megatron_see_the_same(folder: Path) -> None:
         assert row["actor/logprob_diff_max"] < 1e-5 and row["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize(
-    ("args", "error"),
-    [
-        (
-            ("--reward", "model", "--reward_model.model", "model"),
-            "data: prompts have videos, which reward models",
-        ),
-        (("--data.video_fps", "0"), "data.video_fps"),
-    ],
-)
-def test_what_does_not_go_with_videos_is_refused_at_a_dry_run(
-    folder: Path, args: tuple[str, ...], error: str
-) -> None:
-    done = train(folder, 1, "--config", "cfg.py", "--run_dir", "refused", "--dry-run",
-                 "--data.eval", "None", *args)  # fmt: skip
-    assert done.code == 2 and f"spmdrl: config error: {error}" in done.output, done.output
+def test_what_does_not_go_with_videos_is_refused_at_a_dry_run(folder: Path, qwen3: Path) -> None:
+    hf = Qwen3Config.from_pretrained(qwen3, num_labels=1)
+    Qwen3ForSequenceClassification(hf).save_pretrained(folder / "judge")
+    save_tokenizer(folder / "judge")
+    refused = {
+        ("--reward", "model", "--reward_model.model", "judge"):
+            "data: prompts have videos, which reward models are not shown",
+        ("--keep_samples.every", "1", "--checkpoint.every_steps", "1"):
+            "keep_samples: samples of this data show images or videos",
+        ("--model", str(qwen3), "--data.video_fps", "1.0"):
+            "data.video_fps: the model is shown no videos here",
+    }  # fmt: skip
+    for args, error in refused.items():
+        done = train(folder, 1, "--config", "cfg.py", "--run_dir", "refused", "--dry-run",
+                     "--data.eval", "None", *args)  # fmt: skip
+        assert done.code == 2 and error in done.output, done.output
+
+
+def test_agents_are_refused_once_the_data_is_known() -> None:
+    def play() -> None:
+        """Does nothing."""
+
+    config = PpoConfig(model="m", data=DataConfig("rows.jsonl"), reward="agent", agent=play)
+    films: Any = SimpleNamespace(images=MostImages(videos=1), data_sources=["films"])
+    with pytest.raises(ConfigError, match="data: prompts have videos, which agents are not told"):
+        check_shown(config, films)
+    films.images = MostImages()
+    check_shown(config, films)
