@@ -350,7 +350,8 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
     parts = parts_of(content)
     for part in parts:
         if part["type"] != "text":
-            raise BadRow(f"part {part} in what the assistant says: only others may show something")
+            kind = {"image": "an image", "video": "a video"}[part["type"]]
+            raise BadRow(f"{kind} in what the assistant says, which only others may show")
     return "".join(part["text"] for part in parts)
 
 

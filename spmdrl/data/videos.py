@@ -99,7 +99,7 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Clip:
-    """What a video is to the language model.
+    """Says what a video is to the language model.
 
     grid: steps in time, rows and columns, in tokens; seconds: of each step; times: in seconds, the
     middle of the frames of each step.
