@@ -119,7 +119,7 @@ def items_of(looks: ImageLimits, images: Sequence[Pixels]) -> Any:
     if kind == "kimi_vl":
         found = together(images)
         found["image_grid_hws"] = found.pop("image_grid_thw")[:, 1:]
-        return compat.image_items(found, flat={"pixel_values": counts})
+        return compat.vision_items("image", found, flat={"pixel_values": counts})
     if "image_grid_thw" in images[0]:
         return compat.vision_items("image", together(images), flat={"pixel_values": counts})
     if kind == "gemma3":
