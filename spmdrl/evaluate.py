@@ -35,7 +35,7 @@ from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.start import reading
 
 if TYPE_CHECKING:
-    from spmdrl.data.images import ImageLimits
+    from spmdrl.data.image_limits import ImageLimits
     from spmdrl.data.prompts import PromptDataset
     from spmdrl.distributed.phases import Phases
     from spmdrl.distributed.topology import Topology
@@ -130,8 +130,8 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
     from spmdrl.rewards.runner import RewardRunner, rewards_of
     from spmdrl.rollout.multi_turn.environment import check_environments
     from spmdrl.training.build import load_held_out
-    from spmdrl.training.checks.agents import check_agent_data
     from spmdrl.training.checks.rl import check_held_out
+    from spmdrl.training.checks.shown import check_shown
 
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
     # as few ranks as the limits for a reward's service leave
@@ -145,7 +145,7 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
             prompts, dataset = load_held_out(config, tokenizer, topology, benchmark)
             rewards.check_sources(dataset.data_sources)
             check_environments(config.environment, dataset.data_sources)
-            check_agent_data(config, dataset)
+            check_shown(config, dataset)
         if dry.run:
             if runtime.is_main:
                 show_dry_run(config, dry, len(prompts), dataset, rewards)

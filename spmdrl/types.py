@@ -53,6 +53,44 @@ class Picture:
         return f"'{self.source}'"
 
 
+@dataclass(frozen=True)
+class Video:
+    """A video: the bytes of its file, the file, or its frames in order.
+
+    fps: of a file, how many frames a second are shown; of frames, how many a second has. None: as
+    the data config says.
+    """
+
+    source: bytes | Path | tuple[Picture, ...]
+    fps: float | None = None
+
+    @property
+    def encoded(self) -> bytes:
+        """The file; of frames the first one."""
+        if isinstance(self.source, tuple):
+            return self.source[0].encoded
+        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+
+    @cached_property
+    def digest(self) -> str:
+        """The first 128 bits of the BLAKE2b hash of all there is, in hexadecimal digits."""
+        found = hashlib.blake2b(f"video {self.fps} ".encode(), digest_size=16)
+        if isinstance(self.source, tuple):
+            found.update(" ".join(frame.digest for frame in self.source).encode())
+        else:
+            found.update(self.encoded)
+        return found.hexdigest()
+
+    def __str__(self) -> str:
+        if isinstance(self.source, Path):
+            return f"'{self.source}'"
+        many = f"{len(self.source)} {'frames' if isinstance(self.source, tuple) else 'bytes'}"
+        return f"a video of {many}"
+
+
+Visual = Picture | Video  # what a prompt may show
+
+
 class PlacedImage(NamedTuple):
     """An image that a sequence shows."""
 
@@ -71,7 +109,7 @@ class Prompt:
     text: str  # the prompt as the model sees it, for logs
     extra_info: dict[str, Any] = field(default_factory=dict)
     chat: list[Message] | None = None  # as the data has it; None: it has a plain string
-    images: tuple[Picture, ...] = ()  # in order of their tokens, as many as the image needs
+    images: tuple[Visual, ...] = ()  # and videos, in order of their tokens
     # answers of others that the row has, to be learnt from: token ids, EOS included
     demonstrations: tuple[list[int], ...] = ()
 

@@ -72,7 +72,8 @@ MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 SHOWING_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}"
     "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif p['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
@@ -121,6 +122,20 @@ def save_qwen_vl(folder: str | Path, kind: str = "qwen2_5_vl", tied: bool = Fals
     size = {"shortest_edge": 64, "longest_edge": 1024}
     hf.Qwen2VLImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
     return Path(folder)
+
+
+def film(path: Path, seed: int = 0, frames: int = 8, fps: int = 4) -> Path:
+    """A video of 32 x 16 pixels whose frames differ; .avi (Motion JPEG) or .mp4 (MPEG-4)."""
+    import cv2
+    import numpy as np
+
+    code = cv2.VideoWriter.fourcc(*("MJPG" if path.suffix == ".avi" else "mp4v"))
+    writer = cv2.VideoWriter(str(path), code, fps, (32, 16))
+    draw = np.random.default_rng(seed)
+    for _ in range(frames):
+        writer.write(draw.integers(0, 256, (16, 32, 3), dtype=np.uint8))
+    writer.release()
+    return path
 
 
 def png(seed: int, width: int, height: int) -> bytes:

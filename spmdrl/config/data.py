@@ -52,13 +52,22 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class PolicyRowsConfig(RowsConfig):
-    """Rows for a policy, which may show images."""
+    """Rows for a policy, which may show images and videos."""
 
     # names of control tokens in the text of a chat: made ordinary text, refused, or obeyed
     control_tokens: Literal["escape", "error", "keep"] = "escape"
     # images are scaled to have so many pixels; None: what the model's image processor says
     image_min_pixels: int | None = None
     image_max_pixels: int | None = None
+    video_key: str = "videos"  # the column with the videos of a row; docs/vision.md
+    video_fps: float = 2.0  # frames that are shown of a second
+    video_frames: int | None = None  # frames that are shown of a video, in place of video_fps
+    # the most that are shown by video_fps; None: what the model's video processor says
+    video_max_frames: int | None = None
+    # videos are scaled to have so many pixels at most: of a frame in Qwen2-VL and Qwen2.5-VL, of
+    # all frames that are shown in Qwen3-VL; None: what the model's video processor says
+    video_max_pixels: int | None = None
+    max_video_tokens: int | None = None  # a row with a video of more is a bad row; None: any number
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ or, without `prompt`, two whole chats that differ in their last turn alone. A la
 
 An answer may be a string, too: the assistant's turn behind a prompt that is a chat list; behind a
 string it stands as it is. An answer is what the policy would have to say: the content of one turn,
-and EOS. The `images` of a row are shown in its prompt, where the model sees any.
+and EOS. The images and videos of a row are shown in its prompt, where the model sees any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,11 +29,12 @@ import numpy as np
 import torch
 
 from spmdrl.config import AnswerDataConfig, ConfigError, SftDataConfig
+from spmdrl.config.data import PolicyRowsConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.left_out import IDS, calls_of
 from spmdrl.data.packing import empty_batch
-from spmdrl.data.pictures import open_picture
+from spmdrl.data.pictures import check_images
 from spmdrl.data.preferences import conversation, optional
 from spmdrl.data.prompt_fields import check_prompt
 from spmdrl.data.row_reports import unread_tools
@@ -49,7 +50,7 @@ from spmdrl.data.table_files import (
     lookup,
 )
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch, Message, Picture
+from spmdrl.types import Batch, Message, Visual
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +64,7 @@ class AnswerRow(NamedTuple):
     token_ids: list[int]
     learnt: list[int]  # one entry per token; 1: the answer's
     desirable: bool  # the better one of a pair, or labelled so
-    images: tuple[Picture, ...] = ()  # of the prompt
+    images: tuple[Visual, ...] = ()  # of the prompt
 
     @property
     def num_asked(self) -> int:
@@ -81,9 +82,8 @@ class EncodedRow(NamedTuple):
 def as_sft(config: AnswerDataConfig) -> SftDataConfig:
     """Returns what the config says of how text and images are read, as of fine-tuning."""
     return SftDataConfig(
-        "", max_tokens=config.max_tokens, chat_template_kwargs=config.chat_template_kwargs,
-        control_tokens=config.control_tokens, image_min_pixels=config.image_min_pixels,
-        image_max_pixels=config.image_max_pixels,
+        max_tokens=config.max_tokens,
+        **{each.name: getattr(config, each.name) for each in fields(PolicyRowsConfig)},
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ class AnswerReader:
             raise BadRow(f"fields {keys} are the same: nothing is preferred")
         labels = (True, False) if self.paired else (self.label(row),)
         answers = (
-            AnswerRow(each.ids, each.learnt, label, images)
+            AnswerRow(each.ids, each.learnt, label, each.images)
             for each, label in zip(made, labels, strict=True)
         )
         return EncodedRow(tuple(answers), any(each.escaped for each in made))
@@ -156,7 +156,7 @@ class AnswerReader:
         return asked, text_of(last["content"])
 
     def encode(
-        self, key: str, asked: Asked, answer: str, images: tuple[Picture, ...]
+        self, key: str, asked: Asked, answer: str, images: tuple[Visual, ...]
     ) -> TokenisedRow:  # fmt: skip
         try:
             return self.sft.answered(asked, answer, images)
@@ -170,7 +170,7 @@ class AnswerReader:
             raise bad_field(self.config.label_key, value, "true or false", row)
         return bool(value)
 
-    def left_out(self, row: dict[str, Any], images: Sequence[Picture]) -> set[str]:
+    def left_out(self, row: dict[str, Any], images: Sequence[Visual]) -> set[str]:
         """Names of what the row holds and its texts do not. Raises BadRow, ConfigError."""
         asked, _ = next(iter(self.said(row).values()))
         if isinstance(asked, str):
@@ -227,7 +227,7 @@ class AnswerDataset:
         require_eos(tokenizer)
         names = (config.prompt_key, config.chosen_key, config.rejected_key)
         keys = (*(k for k in names if k), config.completion_key, config.label_key)
-        columns = (*columns_at(*keys), "images", "image", "videos", "tools")
+        columns = (*columns_at(*keys), "images", "image", config.video_key, "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
         # a loss of labelled answers takes both: what the first row has, all have
         paired = not labelled or lookup(files.row(0), config.chosen_key) is not MISSING
@@ -239,8 +239,7 @@ class AnswerDataset:
         def size(row: dict[str, Any], folder: Path) -> Size:
             found = reader.read(row, folder)
             images = found.answers[0].images
-            for picture in images:
-                open_picture(picture)
+            check_images(images)
             lens = [len(answer.token_ids) for answer in found.answers]
             if max(lens) > config.max_tokens:
                 return Size(NO_ROOM, found.escaped)

@@ -42,7 +42,7 @@ class HintReader:
         """
         prompt = with_hint(fields.prompt, self.config.hint_template, self.hint(row))
         asked = replace(fields, prompt=prompt)
-        found = encode(asked, self.encoder, self.config, self.vision, "max_hint_prompt_tokens")
+        found, _ = encode(asked, self.encoder, self.config, self.vision, "max_hint_prompt_tokens")
         if self.config.overlong_prompts == "truncate":
             return found._replace(ids=found.ids[-self.encoder.limit :])
         return found

@@ -1,4 +1,4 @@
-"""Images of prompts: from a row of the data to what a vision tower is given.
+"""Images and videos of prompts: from a row of the data to what a vision tower is given.
 
     images   [{"bytes": b"..."}], [{"path": "a.png"}], ["a.png"] or ["data:image/png;base64,..."]
     prompt   [{"role": "user", "content": "<image>How many are red?"}]
@@ -6,20 +6,17 @@
 "<image>" says where each image stands; TRL's content parts, {"type": "image"}, do too. The chat
 template writes one placeholder token for it, in whose place stand then the image's tokens: one for
 each vector of the tower, and those that some families put between them (hub/vision_families.py).
-Pixels do not travel: whoever needs them reads them from its own copy of the data.
+Pixels do not travel: whoever needs them reads them from its own copy of the data. A video is among
+the images of a prompt: the tower takes it as an image with several steps in time (videos.py).
 """
 
 from __future__ import annotations
 
-import shutil
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,11 +24,11 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoImageProcessor, PreTrainedConfig
-from transformers.utils import cached_file
+from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.data.pictures import open_picture, size_of
+from spmdrl.data.processor_files import load_processor
 from spmdrl.data.reply_images import (
     from_bytes,
     images_of_sample,
@@ -39,18 +36,16 @@ from spmdrl.data.reply_images import (
     keys_in,
     to_bytes,
 )
+from spmdrl.data.rope_positions import rope_positions
 from spmdrl.data.table_files import BadRow
+from spmdrl.data.videos import Clip, VideoProcessor, num_videos, sees_no_videos
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.hub.hf_folder import load_tokenizer, sees_images
 from spmdrl.hub.vision_families import FAMILIES, ImageSizes, Pixels
-from spmdrl.types import Batch, Picture, PlacedImage, Sample
+from spmdrl.types import Batch, Picture, PlacedImage, Sample, Video, Visual
 
 CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
 MOST_LAYOUTS = 1 << 14
-FILES = (
-    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
-    "chat_template.json", "tiktoken.model",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,8 @@ class PromptImages:
 
     pixels: of each image, what the image processor made of it, by name; spans: (first token,
     tokens) of each; is_image: (prompt tokens,) bool, the tokens that the tower's vectors stand for;
-    positions: (3, prompt tokens) int64, of multimodal rotary embeddings, None in other families.
+    positions: (3, prompt tokens) int64, of multimodal rotary embeddings, None in other families;
+    clips: of each what it is as a video, None for an image.
     """
 
     pixels: list[Pixels]
@@ -67,6 +63,7 @@ class PromptImages:
     is_image: Tensor
     positions: Tensor | None
     digests: list[str]
+    clips: list[Clip | None]
 
     @property
     def next_position(self) -> int:
@@ -122,9 +119,12 @@ class ImageInputs:
 class ImageProcessor:
     """A model's image processor, and which tokens stand for an image."""
 
-    def __init__(self, config: PreTrainedConfig, processor: Any, ids: Mapping[str, int]) -> None:
-        """ids: of the family's further tokens."""
-        self.family = FAMILIES[config.model_type]
+    def __init__(
+        self, config: PreTrainedConfig, processor: Any, ids: Mapping[str, int],
+        videos: VideoProcessor | None = None,
+    ) -> None:  # fmt: skip
+        """ids: of the family's further tokens. videos: None where the model is shown none."""
+        self.family, self.videos = FAMILIES[config.model_type], videos
         self.sizes = ImageSizes(processor, config, self.family.options(config), ids)
         self.token_id: int = config.image_token_id
         self.cache: OrderedDict[str, Pixels] = OrderedDict()
@@ -148,16 +148,24 @@ class ImageProcessor:
         if family.others:
             tokenizer = load_tokenizer(model)
             ids = {name: tokenizer.convert_tokens_to_ids(name) for name in family.others}
-        return cls(config, processor, ids)
+        videos = None
+        if family.video is not None:
+            videos = VideoProcessor(model, config, data, speller(model))
+        return cls(config, processor, ids, videos)
 
-    def layout(self, picture: Picture) -> list[int]:
-        """Returns the ids of the tokens that an image becomes. Raises BadRow for one that has none,
-        or is far too long a strip.
+    def layout(self, picture: Visual) -> list[int]:
+        """Returns the ids of the tokens that an image or a video becomes. Raises BadRow for one
+        that has none, or is far too long a strip.
         """
+        is_video = isinstance(picture, Video)
         try:
             key = picture.digest
         except OSError as error:
-            raise BadRow(f"field 'images': {picture} cannot be read: {error!r}") from error
+            field = "videos" if is_video else "images"
+            raise BadRow(f"field '{field}': {picture} cannot be read: {error!r}") from error
+        if isinstance(picture, Video):
+            self.clip(picture)
+            return self.shown_videos.layout(picture)
         if key not in self.known:
             width, height = size_of(picture)
             try:
@@ -168,21 +176,52 @@ class ImageProcessor:
                 del self.known[next(iter(self.known))]
         return self.known[key]
 
-    def layouts(self, ids: list[int], pictures: Sequence[Picture]) -> list[list[int]]:
-        """Returns what each of the template's tokens becomes: a placeholder the tokens of its
-        image, all others themselves.
+    @property
+    def shown_videos(self) -> VideoProcessor:
+        """Raises ConfigError where the model is shown none."""
+        if self.videos is None:
+            raise sees_no_videos(self.sizes.config)
+        return self.videos
 
-        Raises BadRow where the template wrote more or fewer placeholders than there are images.
+    def clip(self, video: Video) -> Clip:
+        """Raises BadRow, ConfigError."""
+        clips = self.shown_videos.clips
+        if video.digest not in clips:
+            self.keep(video.digest, self.shown_videos.processed(video))
+        return clips[video.digest]
+
+    def marks(self, shown: Sequence[Visual]) -> tuple[int, ...]:
+        """The tokens that a template writes for these. Raises ConfigError."""
+        return (
+            (self.token_id, self.shown_videos.token_id) if num_videos(shown) else (self.token_id,)
+        )
+
+    def ordered(self, ids: list[int], shown: Sequence[Visual]) -> tuple[Visual, ...]:
+        """Returns images and videos in the order in which the template's tokens show them. Raises
+        BadRow where it wrote more or fewer placeholders than there are, and ConfigError.
         """
-        if ids.count(self.token_id) != len(pictures):
-            raise BadRow(
-                f"field 'images': {len(pictures)} of them, but the chat template gives "
-                f"{ids.count(self.token_id)} image tokens"
-            )
-        images = map(self.layout, pictures)
-        return [next(images) if id == self.token_id else [id] for id in ids]
+        marks, videos = self.marks(shown), num_videos(shown)
+        counts = {"images": ("image", len(shown) - videos), "videos": ("video", videos)}
+        for id, (field, (name, count)) in zip(marks, counts.items(), strict=False):
+            if ids.count(id) != count:
+                raise BadRow(
+                    f"field '{field}': {count} of them, but the chat template gives "
+                    f"{ids.count(id)} {name} tokens"
+                )
+        of_kind = {
+            id: iter([each for each in shown if isinstance(each, Video) == is_video])
+            for is_video, id in enumerate(marks)
+        }
+        return tuple(next(of_kind[id]) for id in ids if id in of_kind)
 
-    def placed(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+    def layouts(self, ids: list[int], pictures: Sequence[Visual]) -> list[list[int]]:
+        """Returns what each of the template's tokens becomes: a placeholder the tokens of its image
+        or video, all others themselves. Raises BadRow, ConfigError, as `ordered` does.
+        """
+        marks, shown = self.marks(pictures), map(self.layout, self.ordered(ids, pictures))
+        return [next(shown) if id in marks else [id] for id in ids]
+
+    def placed(self, ids: list[int], pictures: Sequence[Visual]) -> list[int]:
         """The template's token ids, with the tokens of the images. Raises BadRow."""
         return [id for tokens in self.layouts(ids, pictures) for id in tokens]
 
@@ -198,7 +237,7 @@ class ImageProcessor:
         ]
 
     def view(
-        self, prompt_ids: Sequence[int], pictures: Sequence[Picture],
+        self, prompt_ids: Sequence[int], pictures: Sequence[Visual],
         replies: Sequence[PlacedImage] = (),
     ) -> PromptImages:  # fmt: skip
         """pictures: of the prompt. With replies that show images `prompt_ids` are those of prompt
@@ -209,43 +248,71 @@ class ImageProcessor:
         pictures = [*pictures, *(reply.picture for reply in replies)]
         pixels = [self.pixels(picture) for picture in pictures]
         is_image = torch.zeros(len(prompt_ids), dtype=torch.bool)
-        for first, count in spans:
+        for (first, count), picture in zip(spans, pictures, strict=True):
             ids = torch.tensor(prompt_ids[first : first + count])
-            is_image[first : first + count] = ids == self.token_id
-        positions = None
-        if self.family.mrope:
-            merge = self.sizes.config.vision_config.spatial_merge_size
-            grids = [each["image_grid_thw"] // torch.tensor([1, merge, merge]) for each in pixels]
-            grid = torch.cat(grids) if grids else torch.empty(0, 3, dtype=torch.int64)
-            positions = rope_positions(len(prompt_ids), spans, grid)
+            is_image[first : first + count] = ids == self.mark(picture)
+        clips = [self.clip(each) if isinstance(each, Video) else None for each in pictures]
+        positions = self.positions(is_image, spans, pixels, clips) if self.family.mrope else None
         digests = [picture.digest for picture in pictures]
-        return PromptImages(pixels, spans, is_image, positions, digests)
+        return PromptImages(pixels, spans, is_image, positions, digests, clips)
+
+    def positions(
+        self, is_image: Tensor, spans: Sequence[tuple[int, int]], pixels: Sequence[Pixels],
+        clips: Sequence[Clip | None],
+    ) -> Tensor:  # fmt: skip
+        """(3, prompt tokens) int64. Each frame of a video with timestamps is as an image."""
+        merge = self.sizes.config.vision_config.spatial_merge_size
+        runs, grids, intervals = [], [], []
+        for (first, count), made, clip in zip(spans, pixels, clips, strict=True):
+            grid = made["image_grid_thw"][0] // torch.tensor([1, merge, merge])
+            if clip is not None and self.shown_videos.family.timestamps:
+                size = int(grid[1:].prod())
+                tokens = is_image[first : first + count].nonzero()[::size, 0] + first
+                runs += [(token, size) for token in tokens.tolist()]
+                grids += [torch.tensor([1, *grid[1:].tolist()])] * len(tokens)
+                intervals += [1.0] * len(tokens)
+            else:
+                runs.append((first, count))
+                grids.append(grid)
+                intervals.append(1.0 if clip is None else self.shown_videos.interval(clip))
+        grid = torch.stack(grids) if grids else torch.empty(0, 3, dtype=torch.int64)
+        return rope_positions(len(is_image), runs, grid, intervals)
+
+    def mark(self, picture: Visual) -> int:
+        """The token that the tower's vectors of an image or a video stand for."""
+        return self.shown_videos.token_id if isinstance(picture, Video) else self.token_id
 
     def spans(
-        self, prompt_ids: Sequence[int], pictures: Sequence[Picture]
+        self, prompt_ids: Sequence[int], pictures: Sequence[Visual]
     ) -> list[tuple[int, int]]:  # fmt: skip
         """Raises ValueError where the tokens are of other images."""
         spans, first = [], 0
         for picture in pictures:
-            wanted = self.layout(picture)
-            first = prompt_ids.index(self.token_id, first)
+            wanted, mark = self.layout(picture), self.mark(picture)
+            first = prompt_ids.index(mark, first) - wanted.index(mark)
             if list(prompt_ids[first : first + len(wanted)]) != wanted:
                 raise ValueError("the images of a prompt have changed since it was tokenised")
             spans.append((first, len(wanted)))
             first += len(wanted)
         return spans
 
-    def pixels(self, picture: Picture) -> Pixels:
-        """Says what the image processor makes of an image, float32 where it is pixels."""
+    def pixels(self, picture: Visual) -> Pixels:
+        """Says what the processor makes of an image or a video, float32 where it is pixels."""
         key = picture.digest
         if key not in self.cache:
-            self.cache[key] = found = self.processed(open_picture(picture))
-            self.cached_bytes += num_bytes(found)
-            while self.cached_bytes > CACHE_BYTES and len(self.cache) > 1:
-                _, oldest = self.cache.popitem(last=False)
-                self.cached_bytes -= num_bytes(oldest)
+            if isinstance(picture, Video):
+                self.keep(key, self.shown_videos.processed(picture))
+            else:
+                self.keep(key, self.processed(open_picture(picture)))
         self.cache.move_to_end(key)
         return self.cache[key]
+
+    def keep(self, key: str, found: Pixels) -> None:
+        self.cache[key] = found
+        self.cached_bytes += num_bytes(found)
+        while self.cached_bytes > CACHE_BYTES and len(self.cache) > 1:
+            _, oldest = self.cache.popitem(last=False)
+            self.cached_bytes -= num_bytes(oldest)
 
     def processed(self, image: Image.Image) -> Pixels:
         made = self.processor(images=[image], return_tensors="pt", **self.sizes.options)
@@ -257,6 +324,12 @@ class ImageProcessor:
         """Pixels of the smallest image there is."""
         small = self.processed(Image.new("RGB", (28, 28)))
         return self.family.least(small, self.sizes.config)
+
+
+def speller(model: str) -> Callable[[str], list[int]]:
+    """Returns what tells the token ids of a text; the tokenizer is loaded when it is asked."""
+    tokenizer = cache(lambda: load_tokenizer(model))
+    return lambda text: tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
 def num_bytes(pixels: Pixels) -> int:
@@ -299,45 +372,6 @@ def padded_cat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(wide)
 
 
-@dataclass(frozen=True)
-class ImageLimits:
-    """The size and number of images that a rollout engine must be ready for."""
-
-    vision: ImageProcessor
-    per_prompt: int  # images, at most; 0: none
-    tokens: int  # of the largest
-    size: tuple[int, int]  # its width and height
-
-    def with_replies(self, most: int, tokens: int, section: str = "multi_turn") -> ImageLimits:
-        """Returns the limits where replies show as many images, each of so many tokens at most.
-        Raises ConfigError where even the smallest image has more. section: of the config, that has
-        these limits.
-        """
-        side, found = largest_square(self.vision, tokens)
-        if found == 0:
-            raise ConfigError(
-                f"{section}.max_image_tokens={tokens}: an image of this model has more"
-            )
-        limits = replace(self, per_prompt=self.per_prompt + most)
-        if found < self.tokens:
-            return limits
-        return replace(limits, tokens=max(tokens, self.tokens), size=(side, side))
-
-
-def largest_square(vision: ImageProcessor, most: int) -> tuple[int, int]:
-    """(side in pixels, tokens) of the largest square image of at most so many tokens; tokens 0
-    where there is none.
-    """
-    best = (0, 0)
-    for power in range(3, 13):
-        for side in (2**power, 3 * 2 ** (power - 1)):
-            with suppress(ValueError):  # too small for the processor
-                tokens = len(vision.family.layout(vision.sizes, side, side))
-                if best[1] < tokens <= most:
-                    best = (side, tokens)
-    return best
-
-
 class Illustrated(Protocol):
     """A sequence, or its beginning: it has token ids, and the images that they show."""
 
@@ -345,7 +379,7 @@ class Illustrated(Protocol):
     def token_ids(self) -> list[int]: ...
 
     @property
-    def images(self) -> tuple[Picture, ...]: ...
+    def images(self) -> tuple[Visual, ...]: ...
 
 
 class BatchImages:
@@ -396,7 +430,11 @@ class BatchImages:
         blocks[~is_image] = -1
         device = batch.token_ids.device
         is_image = is_image.to(device)
-        if bool((batch.token_ids[is_image] != self.vision.token_id).any()):
+        videos = self.vision.videos
+        marks = (
+            [self.vision.token_id] if videos is None else [self.vision.token_id, videos.token_id]
+        )
+        if not torch.isin(batch.token_ids[is_image], torch.tensor(marks, device=device)).all():
             raise ValueError("a sequence and the data of its prompt disagree about images")
         pixels = together([p for view in views for p in view.pixels] or [self.vision.nothing])
         kind = self.vision.family.looks_ahead(self.vision.sizes.config)
@@ -437,61 +475,3 @@ class BatchImages:
             else:
                 found.append(self.vision.view(prompt.token_ids if prompt else [], images))
         return found
-
-
-def rope_positions(num_tokens: int, spans: list[tuple[int, int]], grids: Tensor) -> Tensor:
-    """(3, num_tokens) int64: in time, height and width.
-
-    Text counts on in all three; an image's tokens have their row and column, and the text behind it
-    goes on from its longer side. grids: (num_images, 3), in tokens. Source: Qwen2-VL, arXiv
-    2409.12191, section 2.1; for still images Qwen2.5-VL and Qwen3-VL do the same.
-    """
-    parts: list[Tensor] = []
-    end = position = 0
-    for (first, count), (frames, rows, columns) in zip(spans, grids.tolist(), strict=True):
-        parts.append((torch.arange(first - end) + position).expand(3, -1))
-        position += first - end
-        axes = [torch.arange(n) for n in (frames, rows, columns)]
-        parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(3, -1) + position)
-        position, end = position + max(rows, columns), first + count
-    parts.append((torch.arange(num_tokens - end) + position).expand(3, -1))
-    return torch.cat(parts, 1)
-
-
-@dataclass(frozen=True)
-class ProcessorFiles:
-    """The files that a model's processor is made of, to be written beside its weights. Python files
-    that these name are copied with them, and not run.
-    """
-
-    model: str
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        for name in FILES:
-            found = cached_file(self.model, name, _raise_exceptions_for_missing_entries=False)
-            if found is not None:
-                shutil.copy(found, folder)
-                for code in Path(found).parent.glob("*.py"):
-                    shutil.copy(code, folder)
-
-
-def same_pixels(model: str, other: str) -> bool:
-    """Whether both are given the same numbers for an image. Raises ConfigError."""
-    mine, theirs = (load_processor(name).to_dict() for name in (model, other))
-    names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std",
-             "rescale_factor", "size", "crop_to_patches", "min_patches", "max_patches",
-             "max_soft_tokens", "pooling_kernel_size", "do_pan_and_scan", "in_token_limit",
-             "merge_kernel_size", "pad_input")  # fmt: skip
-    return all(mine.get(name) == theirs.get(name) for name in names)
-
-
-def load_processor(model: str) -> Any:
-    """Raises ConfigError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model: {model!r} sees images, but its preprocessor_config.json does not load: {error}"
-        ) from error

@@ -1,4 +1,6 @@
-"""Images in the rows of a data set: where a row has them, and what a prompt says of them."""
+"""Images in the rows of a data set: where a row has them, and what a prompt says of them and of
+videos.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from spmdrl.data.table_files import BadRow, bad_field
-from spmdrl.types import Message, Picture, PlacedImage
+from spmdrl.types import Message, Picture, PlacedImage, Video, Visual
 
 T = TypeVar("T")
 
-MARK = "<image>"
+MARK, VIDEO_MARK = "<image>", "<video>"
 
 EXPECTED = "images as {'bytes': ...}, {'path': ...}, a path or a data: URI"
 
@@ -35,6 +37,13 @@ ORIENTATION, TURNED = 0x0112, range(5, 9)  # the tag in EXIF, and its values tha
 def open_picture(picture: Picture) -> Image.Image:
     """Decodes it: in RGB, upright, on white. Raises BadRow for what cannot be decoded."""
     return decoded(picture, in_rgb)
+
+
+def check_images(shown: Sequence[Visual]) -> None:
+    """Decodes the images among these. Raises BadRow for what cannot be decoded."""
+    for each in shown:
+        if isinstance(each, Picture):
+            open_picture(each)
 
 
 def size_of(picture: Picture) -> tuple[int, int]:
@@ -88,18 +97,7 @@ def pictures_of(value: Any, folder: Path) -> tuple[Picture, ...]:
     return tuple(picture_of(item, folder) for item in value)
 
 
-def refuse_videos(row: Mapping[str, Any]) -> None:
-    """Raises BadRow for a row with videos: leaving them out would leave the question without what
-    it is about.
-    """
-    if row.get("videos"):
-        raise BadRow(
-            "field 'videos': videos are not shown to models here; give their frames as 'images', "
-            "with <image> where each stands (docs/vision.md)"
-        )
-
-
-def refuse_single(row: Mapping[str, Any], images: Sequence[Picture]) -> None:
+def refuse_single(row: Mapping[str, Any], images: Sequence[Visual]) -> None:
     """Raises BadRow for a row with an `image` and no `images`, which would be learnt blind."""
     if not images and row.get("image") is not None:
         expected = (
@@ -130,19 +128,28 @@ def picture_of(item: Any, folder: Path) -> Picture:
     return Picture(folder / item.removeprefix("file://"))
 
 
-def with_parts(chat: list[Message], num_images: int) -> list[Message]:
-    """The chat as templates want it where there are images: {"type": "image"} for each mark.
+def with_parts(chat: list[Message], num_images: int, num_videos: int = 0) -> list[Message]:
+    """The chat as templates want it where there are images or videos: {"type": "image"} or
+    {"type": "video"} for each mark. "<video>" stays text where there is no video.
 
-    Raises BadRow where marks and images are not as many.
+    Raises BadRow where marks are more or fewer than what they stand for.
     """
-    seen = [turn | {"content": parts_of(turn["content"])} for turn in chat]
-    marks = sum(part["type"] == "image" for turn in seen for part in turn["content"])
-    if marks != num_images:
-        raise BadRow(
-            f"field 'images': {num_images} of them, but the prompt has {marks} places for one: "
-            f"write {MARK} where each belongs, or a part {{'type': 'image'}} in a list of parts"
-        )
+    seen = [turn | {"content": parts_of(turn["content"], num_videos > 0)} for turn in chat]
+    for kind, mark, count in (("image", MARK, num_images), ("video", VIDEO_MARK, num_videos)):
+        marks = sum(part["type"] == kind for turn in seen for part in turn["content"])
+        if marks != count:
+            raise BadRow(
+                f"field '{kind}s': {count} of them, but the prompt has {marks} places for one: "
+                f"write {mark} where each belongs, or a part {{'type': '{kind}'}} in a list of "
+                "parts"
+            )
     return seen
+
+
+def shown_in(chat: list[Message], shown: Sequence[Visual]) -> list[Message]:
+    """Returns `with_parts` of a chat that shows these. Raises BadRow."""
+    videos = sum(isinstance(each, Video) for each in shown)
+    return with_parts(chat, len(shown) - videos, videos)
 
 
 def with_pictures(chat: list[Message], pictures: Sequence[Picture]) -> list[Message]:
@@ -191,12 +198,14 @@ def says_image(chat: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def parts_of(content: Any) -> list[dict[str, str]]:
+def parts_of(content: Any, videos: bool = False) -> list[dict[str, str]]:
+    """videos: "<video>" in a text is the mark of one. Raises BadRow."""
     if isinstance(content, list):
         return [part for given in content for part in parts_of_one(given)]
-    pieces = re.split(f"({MARK})", content)
+    marks = {MARK: "image"} | ({VIDEO_MARK: "video"} if videos else {})
+    pieces = re.split(f"({'|'.join(marks)})", content)
     return [
-        {"type": "image"} if piece == MARK else {"type": "text", "text": piece}
+        {"type": marks[piece]} if piece in marks else {"type": "text", "text": piece}
         for piece in pieces
         if piece
     ]
@@ -204,14 +213,15 @@ def parts_of(content: Any) -> list[dict[str, str]]:
 
 def parts_of_one(part: Any) -> list[dict[str, str]]:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "image":
-        own = [key for key in ("image", "path", "bytes", "url") if part.get(key) is not None]
+    if kind in ("image", "video"):
+        own = [key for key in (kind, "path", "bytes", "url") if part.get(key) is not None]
         if own:
             raise BadRow(
-                f"field 'prompt[].content[]': an image with its own {own[0]!r}: put it into the "
-                "row's 'images', in the order in which the prompt shows them"
+                f"field 'prompt[].content[]': {'an' if kind == 'image' else 'a'} {kind} with its "
+                f"own {own[0]!r}: put it into the row's '{kind}s', in the order in which the "
+                "prompt shows them"
             )
-        return [{"type": "image"}]
+        return [{"type": kind}]
     if kind == "text" and isinstance(part.get("text"), str):
         return [{"type": "text", "text": part["text"]}] if part["text"] else []
     raise bad_field("prompt[].content[]", part, "{'type': 'image'} or {'type': 'text', 'text': ..}")

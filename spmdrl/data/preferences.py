@@ -20,7 +20,7 @@ from spmdrl.config import AnswerDataConfig, DataConfig, PreferenceDataConfig
 from spmdrl.data.chat import Encoded, Encoder, encode_said
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import to_batch
-from spmdrl.data.pictures import open_picture, pictures_of, refuse_single, refuse_videos, with_parts
+from spmdrl.data.pictures import open_picture, pictures_of, refuse_single, with_parts
 from spmdrl.data.prompt_fields import check_prompt
 from spmdrl.data.row_reports import unread_tools
 from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure, report_overlong
@@ -34,8 +34,9 @@ from spmdrl.data.table_files import (
     lookup,
     without_nulls,
 )
+from spmdrl.data.videos import refuse_videos
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch, Message, Picture
+from spmdrl.types import Batch, Message, Picture, Visual
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +57,7 @@ class Conversation(NamedTuple):
     """One of a pair, as a model that sees images is given it."""
 
     token_ids: list[int]
-    images: tuple[Picture, ...]
+    images: tuple[Visual, ...]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from spmdrl.data.chat import Encoder
 from spmdrl.data.demonstrations import DemonstrationReader
 from spmdrl.data.hints import HintReader
 from spmdrl.data.images import ImageProcessor
-from spmdrl.data.pictures import open_picture, says_image, size_of, with_parts
+from spmdrl.data.pictures import open_picture, says_image, shown_in, size_of
 from spmdrl.data.prompt_fields import (
     PromptFields,
     encode,
@@ -36,30 +36,42 @@ from spmdrl.data.row_reports import (
 )
 from spmdrl.data.table_files import BadRow, Files, bad_field, lookup
 from spmdrl.distributed.topology import Topology
+from spmdrl.types import Picture, Video
 
 
 @dataclass(frozen=True)
 class MostImages:
-    """Counts the most images, and the largest, that an engine must be ready for."""
+    """Counts the most images and videos, and the largest, that an engine must be ready for."""
 
     per_prompt: int = 0
     largest: tuple[int, int, int] = (0, 0, 0)  # its tokens, width and height
     blind: int = 0  # prompts that say <image> and have none
+    videos: int = 0  # of a prompt
+    # its tokens; its steps in time, rows and columns of patches
+    largest_video: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def beside(self, fields: PromptFields, vision: ImageProcessor, is_used: bool) -> MostImages:
         """Returns the limits with a prompt's images added, all of which are decoded once. Raises
         BadRow.
         """
-        for picture in fields.images:
+        images = [each for each in fields.images if isinstance(each, Picture)]
+        videos = [each for each in fields.images if isinstance(each, Video)]
+        for picture in images:
             open_picture(picture)
         if not fields.images:
             return replace(self, blind=self.blind + says_image(fields.turns))
         if not is_used:
             return self
-        sizes = [(len(vision.layout(image)), *size_of(image)) for image in fields.images]
+        sizes = [(len(vision.layout(image)), *size_of(image)) for image in images]
+        grids = [vision.pixels(video)["image_grid_thw"][0].tolist() for video in videos]
+        clips = [
+            (len(vision.layout(video)), times, rows, columns)
+            for video, (times, rows, columns) in zip(videos, grids, strict=True)
+        ]
         return replace(
-            self, per_prompt=max(self.per_prompt, len(fields.images)),
-            largest=max(self.largest, *sizes),
+            self, per_prompt=max(self.per_prompt, len(images)),
+            largest=max([self.largest, *sizes]), videos=max(self.videos, len(videos)),
+            largest_video=max([self.largest_video, *clips]),
         )  # fmt: skip
 
     @classmethod
@@ -67,7 +79,8 @@ class MostImages:
         each = list(several)
         return cls(
             max(one.per_prompt for one in each), max(one.largest for one in each),
-            sum(one.blind for one in each),
+            sum(one.blind for one in each), max(one.videos for one in each),
+            max(one.largest_video for one in each),
         )  # fmt: skip
 
 
@@ -126,7 +139,7 @@ class RowChecker:
         if self.sampler is not None:
             self.marks[-1] = (fields.data_source, difficulty_of(row, self.sampler))
         self.check_truth(fields, row)
-        found = encode(fields, self.encoder, self.config, self.vision)
+        found, _ = encode(fields, self.encoder, self.config, self.vision)
         length = len(found.ids)
         if self.hints is not None:
             length = self.hints.length(fields, row, length)
@@ -206,7 +219,7 @@ def left_out_of(fields: PromptFields, row: dict[str, Any], encoder: Encoder) -> 
     if isinstance(fields.prompt, str):
         return set()
     parts = fields.images or fields.has_parts
-    chat = with_parts(fields.prompt, len(fields.images)) if parts else fields.prompt
+    chat = shown_in(fields.prompt, fields.images) if parts else fields.prompt
     return encoder.left_out(chat) | unread_tools(row, encoder)
 
 

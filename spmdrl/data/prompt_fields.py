@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from spmdrl.config import ConfigError, DataConfig
 from spmdrl.data.chat import Encoded, Encoder
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.left_out import calls_of
-from spmdrl.data.pictures import MARK, pictures_of, refuse_single, refuse_videos, with_parts
+from spmdrl.data.pictures import MARK, pictures_of, refuse_single, shown_in
 from spmdrl.data.prompt_stats import needs_difficulty
 from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
+from spmdrl.data.videos import num_videos, videos_of
 from spmdrl.hub.vision_families import FAMILIES
-from spmdrl.types import Picture
+from spmdrl.types import Visual
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class PromptFields:
     data_source: str
     ground_truth: Any  # None where there is none
     extra_info: dict[str, Any]
-    images: tuple[Picture, ...] = ()
+    images: tuple[Visual, ...] = ()  # and videos, which are the last
 
     @property
     def has_parts(self) -> bool:
@@ -51,9 +53,9 @@ SHARD = re.compile(r"-\d+-of-\d+$")  # train-00000-of-00002
 
 
 def columns_of(config: DataConfig) -> tuple[str, ...]:
-    others = ("extra_info", "metadata", "images", "image", "videos", "tools", "instruction")
+    others = ("extra_info", "metadata", "images", "image", "tools", "instruction")
     known = (*PROMPTS, *TRUTHS, *SOURCES, *others)
-    keys = [config.prompt_key, config.ground_truth_key]
+    keys = [config.prompt_key, config.ground_truth_key, config.video_key]
     keys += [key for key in (config.demonstration_key, config.hint_key) if key is not None]
     if needs_difficulty(config.sampler):
         keys.append(config.sampler.difficulty_key)
@@ -68,9 +70,9 @@ def prompt_fields(
     A ground truth may be missing: some rewards ask for none. path: of the file. sees: whether the
     model sees images.
     """
-    refuse_videos(row)
-    images = pictures_of(row.get("images"), path.parent)
+    images: tuple[Visual, ...] = pictures_of(row.get("images"), path.parent)
     refuse_single(row, images)
+    images += videos_of(row.get(config.video_key), path.parent, config.video_key)
     prompt_key = prompt_key_of(row, config)
     prompt = lookup(row, prompt_key)
     if prompt is MISSING:
@@ -193,31 +195,35 @@ def check_prompt(field: str, prompt: Any, parts: bool = False) -> None:
 def encode(
     fields: PromptFields, encoder: Encoder, config: DataConfig, vision: ImageProcessor | None,
     limit: str = "max_prompt_tokens",
-) -> Encoded:  # fmt: skip
-    """Token ids of a prompt, images included. limit: the field that the encoder's limit is from.
-    Raises BadRow, ConfigError.
+) -> tuple[Encoded, tuple[Visual, ...]]:  # fmt: skip
+    """Returns the token ids of a prompt, those of images and videos included, and these in the
+    order of their tokens. limit: the field that the encoder's limit is from. Raises BadRow,
+    ConfigError.
     """
-    if not fields.images and not fields.has_parts:
-        return encoder.prompt(fields.prompt)
+    shown = fields.images
+    if not shown and not fields.has_parts:
+        return encoder.prompt(fields.prompt), ()
     if vision is None:
-        raise sees_none()
+        raise sees_none(shown)
     if isinstance(fields.prompt, str):
         raise BadRow(f"field 'images': they want a prompt that is a chat list, with {MARK} in it")
-    found = encoder.prompt(with_parts(fields.prompt, len(fields.images)))
+    found = encoder.prompt(shown_in(fields.prompt, shown))
     if len(found.ids) <= encoder.limit:
-        found = found._replace(ids=vision.placed(found.ids, fields.images))
+        shown = vision.ordered(found.ids, shown)
+        found = found._replace(ids=vision.placed(found.ids, shown))
     if len(found.ids) > encoder.limit and config.overlong_prompts == "truncate":
         raise BadRow(
             f"field 'images': a prompt of {len(found.ids)} tokens with images cannot be cut to "
             f"{limit}={encoder.limit}: raise it, set image_max_pixels, or set "
             "overlong_prompts to 'filter'"
         )
-    return found
+    return found, shown
 
 
-def sees_none() -> ConfigError:
+def sees_none(shown: Sequence[Visual] = ()) -> ConfigError:
+    what = "videos" if num_videos(shown) else "images"
     return ConfigError(
-        "the data has images, which the model does not see. Model types that do are "
+        f"the data has {what}, which the model does not see. Model types that see images are "
         f"{', '.join(FAMILIES)}; where one of them has a language model that can be loaded alone, "
         "set vision_tower=True"
     )

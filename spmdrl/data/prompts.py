@@ -7,6 +7,7 @@ A prompt row follows verl's schema:
     reward_model   {"style": "rule", "ground_truth": "5"}  or a column `ground_truth`
     extra_info     {...}                                   optional, handed to the reward
     images         [{"bytes": ...}] or paths               optional, see spmdrl/data/pictures.py
+    videos         paths, or lists of frames               optional, see spmdrl/data/videos.py
 
 data.prompt_key and data.ground_truth_key name other columns. Rows of TRL, OpenRLHF and slime are
 read by the names of their columns, where these leave no doubt (prompt_fields.py); what has no
@@ -32,7 +33,8 @@ from spmdrl.data.benchmarks import BENCHMARKS
 from spmdrl.data.chat import Encoder
 from spmdrl.data.demonstrations import DemonstrationReader, report_demonstrations
 from spmdrl.data.hints import HintReader
-from spmdrl.data.images import ImageLimits, ImageProcessor
+from spmdrl.data.image_limits import ImageLimits
+from spmdrl.data.images import ImageProcessor
 from spmdrl.data.prompt_checks import MostImages, RowChecker, RowsSeen, handle_overlong
 from spmdrl.data.prompt_fields import (
     PROMPTS,
@@ -176,13 +178,13 @@ class PromptDataset:
         path = self.files.locate(row)[0].path
         content = self.files.row(row)
         fields = prompt_fields(content, path, self.config, self.vision is not None)
-        token_ids, text, _ = encode(fields, self.encoder, self.config, self.vision)
+        (token_ids, text, _), shown = encode(fields, self.encoder, self.config, self.vision)
         if len(token_ids) > self.config.max_prompt_tokens:
             token_ids = token_ids[-self.config.max_prompt_tokens :]
             text = str(self.encoder.tokenizer.decode(token_ids))
         return Prompt(
             row, token_ids, fields.data_source, fields.ground_truth, text, fields.extra_info,
-            fields.prompt if isinstance(fields.prompt, list) else None, fields.images,
+            fields.prompt if isinstance(fields.prompt, list) else None, shown,
             () if self.reader is None else self.reader.read(content, text),
         )  # fmt: skip
 
@@ -211,8 +213,11 @@ class PromptDataset:
         if self.vision is None:
             return None
         most = MostImages.of([self.images, *(other.images for other in others)])
-        tokens, width, height = most.largest
-        return ImageLimits(self.vision, most.per_prompt, tokens, (width, height))
+        (tokens, width, height), (video_tokens, *grid) = most.largest, most.largest_video
+        return ImageLimits(
+            self.vision, most.per_prompt, tokens, (width, height), most.videos, video_tokens,
+            (grid[0], grid[1], grid[2]),
+        )  # fmt: skip
 
     def by_id(self, row: int) -> Prompt:
         """The prompt whose id this is. Raises ConfigError where the data has it no longer."""

@@ -15,18 +15,17 @@ import torch
 from spmdrl.config import ConfigError, SftDataConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.chat_labels import encode_turns
-from spmdrl.data.images import BatchImages, ImageProcessor, Picture
+from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.left_out import IDS, calls_of
 from spmdrl.data.packing import empty_batch
 from spmdrl.data.pictures import (
     MARK,
-    open_picture,
+    check_images,
     parts_of,
     pictures_of,
     refuse_single,
-    refuse_videos,
     says_image,
-    with_parts,
+    shown_in,
 )
 from spmdrl.data.prompt_fields import PROMPT, check_prompt, sees_none
 from spmdrl.data.row_reports import unread_tools
@@ -41,8 +40,9 @@ from spmdrl.data.table_files import (
     lookup,
     without_nulls,
 )
+from spmdrl.data.videos import videos_of
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch
+from spmdrl.types import Batch, Visual
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ class SftExample:
     id: int  # row number in the concatenated files
     token_ids: list[int]
     loss_mask: list[int]  # 1 on what is learnt: what the assistant said, and the end of its turn
-    images: tuple[Picture, ...] = ()  # in order of their tokens, none of which is learnt
+    images: tuple[Visual, ...] = ()  # in order of their tokens, none of which is learnt
 
     def parts(self) -> list[tuple[bool, list[int]]]:
         """(whether it is learnt, token ids) of each run of tokens."""
@@ -107,7 +107,7 @@ class SftDataset:
         require_eos(tokenizer)
         keys = (config.prompt_key, config.response_key, "messages")
         others = ("completion", "input", "output", "instruction")
-        columns = (*columns_at(*keys), *others, "images", "image", "videos", "tools")
+        columns = (*columns_at(*keys), *others, "images", "image", config.video_key, "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
         written = None if vision is None else vision.family.text
         encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size, image_text=written)
@@ -115,8 +115,7 @@ class SftDataset:
 
         def size(row: dict[str, Any], folder: Path) -> Size:
             found = reader.read(row, folder)
-            for picture in found.images:
-                open_picture(picture)
+            check_images(found.images)
             # A prompt without room for a response is told from a row that is only cut.
             has_room = 1 in found.learnt[: config.max_tokens] and found.seen <= config.max_tokens
             tokens = len(found.ids) if has_room else NO_ROOM
@@ -195,7 +194,7 @@ class TokenisedRow(NamedTuple):
     ids: list[int]
     learnt: list[int]  # 1: the assistant's
     escaped: bool
-    images: tuple[Picture, ...] = ()
+    images: tuple[Visual, ...] = ()
     seen: int = 0  # tokens up to the end of the last image
     blind: bool = False  # whether it says where an image stands, and has none
 
@@ -224,7 +223,7 @@ class SftReader:
         return found._replace(blind=is_blind)
 
     def answered(
-        self, prompt: list[dict[str, Any]] | str, response: str, images: tuple[Picture, ...]
+        self, prompt: list[dict[str, Any]] | str, response: str, images: tuple[Visual, ...]
     ) -> TokenisedRow:
         """Returns a prompt with a response to it and EOS, which are learnt. Raises BadRow,
         ConfigError."""
@@ -248,7 +247,7 @@ class SftReader:
             f"both as chat lists, with {MARK} where each image belongs"
         )
 
-    def left_out(self, row: dict[str, Any], images: Sequence[Picture]) -> set[str]:
+    def left_out(self, row: dict[str, Any], images: Sequence[Visual]) -> set[str]:
         """Names of what the row holds and its text does not. Raises BadRow, ConfigError."""
         chat, response = self.asked_and_said(row)
         if isinstance(chat, str):
@@ -261,13 +260,14 @@ class SftReader:
             found |= {f"{said['role']}.{key}" for key in others if said[key]}
         return found | unread_tools(row, self.encoder)
 
-    def images(self, row: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
-        """Raises BadRow, ConfigError."""
-        refuse_videos(row)
-        found = pictures_of(row.get("images"), folder)
+    def images(self, row: dict[str, Any], folder: Path) -> tuple[Visual, ...]:
+        """Returns its images, and behind them its videos. Raises BadRow, ConfigError."""
+        key = self.config.video_key
+        images: tuple[Visual, ...] = pictures_of(row.get("images"), folder)
+        found = images + videos_of(row.get(key), folder, key)
         if self.vision is None and found:
-            raise sees_none()
-        refuse_single(row, found)
+            raise sees_none(found)
+        refuse_single(row, images)
         return found
 
     def asked_and_said(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]] | str, str | None]:
@@ -294,27 +294,29 @@ class SftReader:
             prompt = [{"role": "user", "content": prompt}]
         return prompt, response
 
-    def seen(self, chat: list[dict[str, Any]], images: Sequence[Picture]) -> list[dict[str, Any]]:
+    def seen(self, chat: list[dict[str, Any]], images: Sequence[Visual]) -> list[dict[str, Any]]:
         """The chat as templates want it where there are images, which stand in others' turns than
         the assistant's. Raises BadRow."""
         if not images and not any(isinstance(turn["content"], list) for turn in chat):
             return chat
-        others = iter(with_parts([t for t in chat if t["role"] != "assistant"], len(images)))
+        others = iter(shown_in([t for t in chat if t["role"] != "assistant"], images))
         return [turn if turn["role"] == "assistant" else next(others) for turn in chat]
 
     def placed(
-        self, ids: list[int], learnt: list[int], escaped: bool, images: tuple[Picture, ...]
+        self, ids: list[int], learnt: list[int], escaped: bool, images: tuple[Visual, ...]
     ) -> TokenisedRow:
         """Each image's placeholder as often as it wants it. Raises BadRow."""
         if not images:
             return TokenisedRow(ids, learnt, escaped)
         assert self.vision is not None
-        if len(ids) > self.encoder.limit and ids.count(self.vision.token_id) < len(images):
+        marks = self.vision.marks(images)
+        places = [place for place, id in enumerate(ids) if id in marks]
+        if len(ids) > self.encoder.limit and len(places) < len(images):
             return TokenisedRow(
                 ids, learnt, escaped, images, len(ids)
             )  # not all of a very long text
+        images, last = self.vision.ordered(ids, images), places[-1] + 1
         layouts = self.vision.layouts(ids, images)
-        last = len(ids) - ids[::-1].index(self.vision.token_id)
         labels = [label for label, ids in zip(learnt, layouts, strict=True) for _ in ids]
         return TokenisedRow(
             [id for ids in layouts for id in ids], labels, escaped, images,
@@ -342,12 +344,14 @@ def turns_of(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
-    """Returns what the assistant said as text. Raises BadRow where it shows an image."""
+    """Returns what the assistant said as text. Raises BadRow where it shows an image or a video."""
     if isinstance(content, str):
         return content
     parts = parts_of(content)
-    if any(part["type"] == "image" for part in parts):
-        raise BadRow("an image in what the assistant says, which only others may show")
+    for part in parts:
+        if part["type"] != "text":
+            kind = {"image": "an image", "video": "a video"}[part["type"]]
+            raise BadRow(f"{kind} in what the assistant says, which only others may show")
     return "".join(part["text"] for part in parts)
 
 

@@ -37,6 +37,23 @@ def no_options(config: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class VideoFamily:
+    """Declares how a family of models sees videos. Its tower takes them as it takes images, by a
+    grid with several steps in time.
+
+    kind: the model type whose module in transformers has the video processor `processor`.
+    timestamps: each step in time is a frame of its own to the language model, between its marks,
+    and the time stands before it in words. timed: otherwise, the tokens' positions in time count
+    config.vision_config.tokens_per_second; not timed: they count steps.
+    """
+
+    kind: str
+    processor: str
+    timestamps: bool = False
+    timed: bool = False
+
+
+@dataclass(frozen=True)
 class VisionFamily:
     """A family of models with a tower for images.
 
@@ -51,7 +68,8 @@ class VisionFamily:
     in "all", in those with a "window", or in none; types: the name of the argument that tells
     transformers' own masks which tokens these are. masks: how many masks of tokens the
     model's get_placeholder_mask returns, the first for images; flat: without an axis of size 1.
-    in_pixels: the image processor's `size` is a least and a largest number of pixels.
+    in_pixels: the image processor's `size` is a least and a largest number of pixels. video: how it
+    sees videos; None: they are not understood here.
     """
 
     inputs: tuple[str, ...]
@@ -66,6 +84,7 @@ class VisionFamily:
     masks: int = 1
     flat: bool = False
     in_pixels: bool = False
+    video: VideoFamily | None = None
 
 
 # ---- Qwen-VL, GLM-V: as many tokens as the image has squares of patches
@@ -89,6 +108,10 @@ GRID = VisionFamily(
 )  # fmt: skip
 # Kimi-VL: the same, with positions in one row and images that keep their size
 KIMI = replace(GRID, mrope=False, in_pixels=False)
+
+QWEN2_VIDEO = VideoFamily("qwen2_vl", "Qwen2VLVideoProcessor")
+QWEN3_VIDEO = VideoFamily("qwen3_vl", "Qwen3VLVideoProcessor", timestamps=True)
+QWEN3 = replace(GRID, video=QWEN3_VIDEO)
 
 
 # ---- Gemma
@@ -154,12 +177,12 @@ def pixtral_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
 
 # by transformers' model type
 FAMILIES: dict[str, VisionFamily] = {
-    "qwen2_vl": GRID,
-    "qwen2_5_vl": GRID,
-    "qwen3_vl": GRID,
-    "qwen3_vl_moe": GRID,
-    "qwen3_5": GRID,
-    "qwen3_5_moe": GRID,
+    "qwen2_vl": replace(GRID, video=QWEN2_VIDEO),
+    "qwen2_5_vl": replace(GRID, video=replace(QWEN2_VIDEO, timed=True)),
+    "qwen3_vl": QWEN3,
+    "qwen3_vl_moe": QWEN3,
+    "qwen3_5": QWEN3,
+    "qwen3_5_moe": QWEN3,
     "glm4v": GRID,
     "glm4v_moe": GRID,
     "glm46v": GRID,

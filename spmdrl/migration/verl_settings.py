@@ -23,6 +23,7 @@ SAME = {
     "data.max_prompt_length": "data.max_prompt_tokens",
     "data.max_response_length": "rollout.max_tokens",
     "data.prompt_key": "data.prompt_key",
+    "data.video_key": "data.video_key",
     "data.shuffle": "data.shuffle",
     "data.apply_chat_template_kwargs": "data.chat_template_kwargs",
     "actor_rollout_ref.model.path": "model",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmdrl.config import ConfigError, JudgeConfig, require
+from spmdrl.data.pictures import MARK, VIDEO_MARK
 from spmdrl.data.reply_images import without_data
 from spmdrl.rewards.workers.caller import arguments_of
 from spmdrl.types import Message, Sample
@@ -127,11 +128,15 @@ def transcript(messages: Sequence[Message]) -> str:
 
 
 def content_of(message: Message) -> str:
-    """Returns the text of a message, in which an image is "<image>"."""
+    """Returns the text of a message, in which an image is "<image>" and a video "<video>"."""
     content = without_data(message["content"])
     if not isinstance(content, list):
         return text_of(content)
-    return "".join(part["text"] if part["type"] == "text" else "<image>" for part in content)
+    marks = {"video": VIDEO_MARK}
+    return "".join(
+        part["text"] if part["type"] == "text" else marks.get(part["type"], MARK)
+        for part in content
+    )
 
 
 def answer_of(sample: Sample) -> str:

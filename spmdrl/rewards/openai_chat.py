@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 MARK = "<image>"  # in a prompt's text: an image stands here (data/pictures.py)
+VIDEO_MARK = "<video>"
 
 
 def openai_messages(
@@ -40,8 +41,11 @@ def message_of(message: dict[str, Any], left: Iterator[str]) -> dict[str, Any]:
 
 def parts_of(part: dict[str, Any], left: Iterator[str]) -> Iterator[dict[str, Any]]:
     """An image without its data, and a mark in a text, is the next of those that are left; a mark
-    for which there is none is text.
+    for which there is none is text. Servers are shown no videos: one is "<video>".
     """
+    if part["type"] == "video":
+        yield {"type": "text", "text": VIDEO_MARK}
+        return
     if part["type"] != "text":
         uri = part.get("image") or next(left, None)
         yield {"type": "image_url", "image_url": {"url": uri}}

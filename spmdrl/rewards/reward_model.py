@@ -11,14 +11,14 @@ from spmdrl.config import ConfigError, DataConfig, RewardModelConfig, TrainConfi
 from spmdrl.data.chat import Encoder, encode_said
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import to_batch
-from spmdrl.data.pictures import MARK, parts_of, with_parts
+from spmdrl.data.pictures import MARK, parts_of, shown_in
 from spmdrl.data.preferences import Conversation
 from spmdrl.data.reply_images import pictures_in, without_data
 from spmdrl.data.table_files import BadRow
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.fsdp.classifier import SUFFIX, check_classifier, is_classifier
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.types import Message, Picture, Sample
+from spmdrl.types import Message, Sample, Visual
 
 NO_LIMIT = 2**24  # tokens; what is too long for the model makes the sample invalid
 
@@ -61,7 +61,7 @@ class RewardModel:
     def encode(self, sample: Sample) -> Conversation:
         """Its tokens and images; of an invalid sample any."""
         is_text = sample.prompt.chat is None
-        pictures: tuple[Picture, ...] = ()
+        pictures: tuple[Visual, ...] = ()
         try:
             if self.vision is None:
                 chat = [without_images(message) for message in sample.chat]
@@ -79,11 +79,11 @@ class RewardModel:
         return Conversation(ids, pictures)
 
 
-def with_pictures(sample: Sample) -> tuple[list[Message], tuple[Picture, ...]]:
+def with_pictures(sample: Sample) -> tuple[list[Message], tuple[Visual, ...]]:
     """The chat with a part {"type": "image"} for each image, and the images. Raises BadRow."""
     prompt, asked = sample.prompt, sample.prompt.messages
     if prompt.images or any(isinstance(turn["content"], list) for turn in asked):
-        asked = with_parts(asked, len(prompt.images))
+        asked = shown_in(asked, prompt.images)
     said = [{**turn, "content": without_data(turn["content"])} for turn in sample.messages]
     return [*asked, *said], (*prompt.images, *pictures_in(sample.messages))
 

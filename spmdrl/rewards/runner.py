@@ -7,6 +7,7 @@ loop of one more process. A sample without a reward is invalid and says why; it 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import difflib
 import inspect
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +29,22 @@ from spmdrl.rewards.sandbox.remote import check_remote
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.pool import innermost
 from spmdrl.rewards.workers.worker import RewardResult, image_part
+from spmdrl.types import Picture, Video
 
 if TYPE_CHECKING:
     from spmdrl.types import Sample
+
+
+def file_of(video: Video) -> str | list[str]:
+    """Returns the path of a video's file; a data: URI where it is bytes; of frames a list of them,
+    as of images.
+    """
+    if isinstance(video.source, Path):
+        return str(video.source)
+    if isinstance(video.source, tuple):
+        return [image_part(frame.encoded)["image"] for frame in video.source]
+    return f"data:application/octet-stream;base64,{base64.b64encode(video.source).decode()}"
+
 
 # What a reward function can ask for by naming a parameter.
 ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
@@ -44,7 +59,10 @@ ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
     "finish_reason": lambda sample: sample.finish_reason,
     "sample_index": lambda sample: sample.index,
     "messages": lambda sample: sample.chat,
-    "images": lambda sample: [image_part(i.encoded)["image"] for i in sample.prompt.images],
+    "images": lambda sample: [
+        image_part(i.encoded)["image"] for i in sample.prompt.images if isinstance(i, Picture)
+    ],
+    "videos": lambda sample: [file_of(i) for i in sample.prompt.images if isinstance(i, Video)],
     "num_turns": lambda sample: sample.num_turns,
     "model_score": lambda sample: sample.model_score,
     "agent_output": lambda sample: sample.agent_output,
@@ -53,7 +71,7 @@ ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
 }
 
 
-ONLY_BY_NAME = ("images", "judge_score", "judge_verdicts")
+ONLY_BY_NAME = ("images", "videos", "judge_score", "judge_verdicts")
 LATE_IS_WRONG = (math, graded_math)  # an answer that cannot be read in time is a wrong one
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spmdrl.config import RolloutConfig, require
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.rng import preserved_rng
-from spmdrl.types import Picture, PlacedImage
+from spmdrl.types import PlacedImage, Visual
 from spmdrl.weights.engine_layout import Layout
 
 WAKE_TAGS = ("weights", "kv_cache")  # what an engine takes memory for, by vLLM's names
@@ -54,7 +54,7 @@ class Request:
     max_tokens: int | None = None  # of this answer; None: SamplingParams.max_tokens
     replies: Sequence[str] = ()  # as Completion.replies
     awaits_reply: bool = False  # a turn has ended: not to be added to an engine as it is
-    images: Sequence[Picture] = ()  # of the prompt; those of replies are in `replies`
+    images: Sequence[Visual] = ()  # of the prompt; those of replies are in `replies`
     placed_images: Sequence[PlacedImage] = ()  # of an agent's conversation: in prompt_ids
     home: int | None = None  # the number of the engine where its agent runs; None: it has none yet
     # as Completion.routed_experts

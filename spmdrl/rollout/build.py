@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig, require
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.image_limits import ImageLimits
 from spmdrl.distributed.collectives import level_group_count
 from spmdrl.distributed.placement import place
 from spmdrl.distributed.progress import model_text

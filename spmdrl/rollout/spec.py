@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from spmdrl.config import LoraConfig, RolloutConfig
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.image_limits import ImageLimits
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.recorded_pass import RecordedPass
 from spmdrl.rollout.base import RolloutEngine

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import KeepSamplesConfig, PpoConfig, SamplerConfig, require
-from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
+from spmdrl.data.image_limits import ImageLimits
+from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.prompt_sampler import PromptSampler
 from spmdrl.data.prompt_stats import is_tracked
 from spmdrl.data.prompts import PromptDataset
@@ -47,10 +48,11 @@ from spmdrl.rollout.multi_turn.environment import check_environments
 from spmdrl.rollout.multi_turn.reply_encoder import prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
-from spmdrl.training.checks.agents import check_agent_data, check_parser
+from spmdrl.training.checks.agents import check_parser
 from spmdrl.training.checks.length import check_steps
 from spmdrl.training.checks.memory_fit import rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
+from spmdrl.training.checks.shown import check_kept, check_shown
 from spmdrl.training.elastic import check_memory_of_sizes
 from spmdrl.training.language_judge import LanguageJudge, build_judge, shares_ranks
 from spmdrl.training.logs.flops import Flops
@@ -162,15 +164,6 @@ def build(
     order.lag = int(can_overlap(roles))
     keeper = keeper_of(config, runtime, topologies.sampling, len(prompts))
     return RlRun(config, runtime, roles, prompts, held_out, order, keeper=keeper)
-
-
-def check_kept(config: PpoConfig, looks: ImageLimits | None) -> None:
-    """Raises ConfigError where samples are to be kept that show images."""
-    require(
-        config.keep_samples == KeepSamplesConfig() or looks is None or not looks.per_prompt,
-        "keep_samples: samples of this data show images, which are not kept, so that no step could "
-        "be replayed: leave keep_samples out",
-    )
 
 
 def keeper_of(
@@ -324,11 +317,11 @@ def load_prompts(
         held_out, dataset = load_held_out(config, tokenizer, topology)
         sources |= set(dataset.data_sources)
         looks = prompts.looks(dataset)
-        check_agent_data(config, dataset)
+        check_shown(config, dataset)
     if rewards is not None:
         rewards.check_sources(sorted(sources))
     check_environments(config.environment, sorted(sources))
-    check_agent_data(config, prompts)
+    check_shown(config, prompts)
     return prompts, held_out, order, looks
 
 

@@ -19,16 +19,16 @@ from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
 from spmdrl.rollout.multi_turn.environment import check_environments
 from spmdrl.training.build import (
     build_order,
-    check_kept,
     load_dataset,
     load_train,
 )
-from spmdrl.training.checks.agents import agent_lines, check_agent_data, check_parser
+from spmdrl.training.checks.agents import agent_lines, check_parser
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.length import check_steps
 from spmdrl.training.checks.memory_fit import rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.checks.packing import trial_lines
+from spmdrl.training.checks.shown import check_kept, check_shown
 from spmdrl.training.elastic import check_memory_of_sizes
 from spmdrl.training.run_images import with_replies
 from spmdrl.training.run_length import with_length
@@ -69,7 +69,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
             dataset = load_dataset(paths, config, tokenizer, runtime.topology)
         rewards.check_sources(dataset.data_sources)
         check_environments(config.environment, dataset.data_sources)
-        check_agent_data(config, dataset)
+        check_shown(config, dataset)
         if name == "train":
             num_prompts, lengths = len(dataset), dataset.num_tokens
             mixture = build_order(config, dataset).lines()
@@ -105,10 +105,17 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
 
 
 def image_lines(dataset: PromptDataset) -> list[str]:
-    most = dataset.images
-    if not most.per_prompt:
-        return []
-    return [f"  images: at most {most.per_prompt} in a prompt, and {most.largest[0]} tokens in one"]
+    most, lines = dataset.images, []
+    if most.per_prompt:
+        lines.append(
+            f"  images: at most {most.per_prompt} in a prompt, and {most.largest[0]} tokens in one"
+        )
+    if most.videos:
+        lines.append(
+            f"  videos: at most {most.videos} in a prompt, and {most.largest_video[0]} tokens in "
+            f"one, of {most.largest_video[1]} steps in time"
+        )
+    return lines
 
 
 def hint_lines(dataset: PromptDataset) -> list[str]:

@@ -29,9 +29,11 @@ from spmdrl.cli.function_code import as_text, code_of, is_users
 from spmdrl.config import MOVED, PpoConfig, PreferenceTrainingConfig, RunConfig, SupervisedConfig
 from spmdrl.data.pictures import pictures_of
 from spmdrl.data.table_files import BadRow, Files
+from spmdrl.data.videos import videos_of
 from spmdrl.distributed.placement import is_frozen, training_roles
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, sees_images
 from spmdrl.hub.model_files import eos_token_ids
+from spmdrl.types import Visual
 
 FORMAT = 1  # of what `identity` returns
 BUDGET_BYTES = 128 << 20  # read at most of one set of files
@@ -63,7 +65,7 @@ def identity(config: RunConfig, tokenizer: Any, files: Iterable[Files] = ()) -> 
                      "tokenizers": tokenizers.__version__},
         "config": settings(config) | options_in_use(config),
         "data": {name: files_print(paths) for name, paths in data.items() if paths is not None},
-        "images": images_print(files),
+        "images": images_print(files, getattr(config.data, "video_key", "videos")),
         "models": {"model": model_print(config.model, with_weights=has_reference(config))},
         "tokenizers": {"model": tokenizer_print(tokenizer)},
         "code": {},
@@ -210,9 +212,9 @@ def content_print(path: Path, most_bytes: int) -> str:
     return digest.hexdigest()
 
 
-def images_print(several: Iterable[Files]) -> str | None:
-    """Returns a digest of the image files that some rows of each data set name, evenly spread; None
-    if there are none.
+def images_print(several: Iterable[Files], video_key: str = "videos") -> str | None:
+    """Returns a digest of the image and video files that some rows of each data set name, evenly
+    spread; None if there are none. video_key: the column of videos.
 
     Images within rows are part of the data file.
     """
@@ -222,8 +224,12 @@ def images_print(several: Iterable[Files]) -> str | None:
         for row in (i * len(files) // count for i in range(count)):
             try:
                 folder = files.locate(row)[0].path.parent
-                pictures = pictures_of(files.row(row).get("images"), folder)
-                found = [p.digest for p in pictures if isinstance(p.source, Path)]
+                content = files.row(row)
+                shown: tuple[Visual, ...] = (
+                    *pictures_of(content.get("images"), folder),
+                    *videos_of(content.get(video_key), folder),
+                )
+                found = [each.digest for each in shown if not isinstance(each.source, bytes)]
             except (BadRow, OSError):  # a row that is left out, or refused by who reads it
                 continue
             digest.update("".join(found).encode())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from spmdrl.config import PpoConfig
-from spmdrl.data.images import BatchImages, ImageLimits
+from spmdrl.data.image_limits import ImageLimits
+from spmdrl.data.images import BatchImages
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.types import Prompt
 
@@ -23,7 +24,7 @@ def batch_images(
     """None where no sequence shows an image. An agent's rows have none of the data's but those that
     it has sent.
     """
-    if looks is None or not looks.per_prompt:
+    if looks is None or not looks.shows:
         return None
     return BatchImages(looks.vision, prompts.by_id if config.agent is None else no_images)
 

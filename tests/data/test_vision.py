@@ -21,9 +21,11 @@ from vision_checks import logprobs_alone, logprobs_packed, packed, prompts_of, v
 
 from spmdrl.config import ConfigError, DataConfig, RolloutConfig
 from spmdrl.data import pictures
-from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor, num_bytes, rope_positions
+from spmdrl.data.image_limits import ImageLimits
+from spmdrl.data.images import BatchImages, ImageProcessor, num_bytes
 from spmdrl.data.pictures import open_picture, pictures_of, size_of
 from spmdrl.data.prompts import PromptDataset
+from spmdrl.data.rope_positions import rope_positions
 from spmdrl.data.table_files import BadRow
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import build_model
@@ -181,7 +183,7 @@ def test_rows_with_parts_and_blind_ones(
         ("<image>", [{"bytes": None}], "expected images as"),
         ("<image><image>", ["a.png"], "1 of them, but the prompt has 2 places for one"),
         ("nothing", ["a.png"], "the prompt has 0 places for one: write <image> where"),
-        ([{"type": "video"}], ["a.png"], "expected {'type': 'image'} or"),
+        ([{"type": "audio"}], ["a.png"], "expected {'type': 'image'} or"),
         ([{"type": "image"}], None, "0 of them, but the prompt has 1 places"),
     ],
 )  # fmt: skip
@@ -204,9 +206,6 @@ def test_other_columns_and_bounds_are_told(
     models: dict[str, str], tmp_path: Path, topology: Topology
 ) -> None:
     path = write(tmp_path / "d.jsonl", [row("<image>", image="a.png")])
-    filmed = write(tmp_path / "filmed.jsonl", [row("<video>?", videos=["a.mp4"])])
-    with pytest.raises(ConfigError, match="field 'videos': videos are not shown to models here"):
-        load(models["qwen2_5_vl"], filmed, topology)
     with pytest.raises(ConfigError, match=r"field 'image': found str 'a.png', expected a column "):
         load(models["qwen2_5_vl"], path, topology)
     with pytest.raises(ConfigError, match="image_min_pixels=64 is above image_max_pixels=60"):

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_checks import logprobs_alone, logprobs_packed, packed, prompts_of, vision_of
 
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig, TrainConfig, WeightsConfig
-from spmdrl.data.images import BatchImages, ImageLimits
+from spmdrl.data.image_limits import ImageLimits
+from spmdrl.data.images import BatchImages
 from spmdrl.data.packing import empty_batch
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines.fsdp.model import build_model

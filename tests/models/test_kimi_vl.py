@@ -23,8 +23,8 @@ from torch.nn.functional import gelu, interpolate, layer_norm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from vision_checks import vision_of
 
-from spmdrl.data.images import ProcessorFiles
 from spmdrl.data.pictures import open_picture
+from spmdrl.data.processor_files import ProcessorFiles
 from spmdrl.engines.fsdp.model import build_model
 from spmdrl.hub.hf_folder import keep_tower, load_hf_config, load_tokenizer
 from spmdrl.hub.kimi_vl import KimiVLForConditionalGeneration

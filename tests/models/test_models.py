@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from spmdrl.checkpoint.format import commit, digest
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.image_limits import ImageLimits
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.activations import use_checkpointing

@@ -17,7 +17,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from vision_checks import logprobs_alone, packed, vision_of
 
 from spmdrl.config import ConfigError, DataConfig, MultiTurnConfig, PpoConfig, RolloutConfig
-from spmdrl.data.images import BatchImages, ImageLimits, largest_square
+from spmdrl.data.image_limits import ImageLimits, largest_square
+from spmdrl.data.images import BatchImages
 from spmdrl.data.packing import pack_samples
 from spmdrl.data.pictures import open_picture
 from spmdrl.data.reply_images import (

@@ -278,18 +278,18 @@ def test_vllm_still_cuts_pixels_into_one_item_for_each_image() -> None:
     grids = torch.tensor([[1, 2, 2], [1, 2, 4]])
     pixels = torch.randn(12, 6)
     values = {"pixel_values": pixels, "image_grid_thw": grids}
-    items = compat.image_items(values, flat={"pixel_values": grids.prod(-1)})
+    items = compat.vision_items("image", values, flat={"pixel_values": grids.prod(-1)})
     found = [item.get_data() for item in items]
     assert torch.equal(found[0]["pixel_values"], pixels[:4])
     assert torch.equal(found[1]["pixel_values"], pixels[4:])
     assert torch.equal(found[1]["image_grid_thw"], grids[1])
     is_image = torch.ones(4, dtype=torch.bool)
-    feature = compat.image_feature(items[0], "digest", 3, is_image)
+    feature = compat.vision_feature("image", items[0], "digest", 3, is_image)
     assert (feature.data, feature.modality, feature.identifier) == (items[0], "image", "digest")
     assert (feature.mm_position.offset, feature.mm_position.length) == (3, 4)
     assert feature.mm_position.is_embed is None
     is_image[1] = False
-    feature = compat.image_feature(items[0], "digest", 3, is_image)
+    feature = compat.vision_feature("image", items[0], "digest", 3, is_image)
     assert torch.equal(feature.mm_position.is_embed, is_image)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmdrl.data.images import ProcessorFiles
+from spmdrl.data.processor_files import ProcessorFiles
 from spmdrl.engines.stored_dtype import as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config, sees_images
 from spmdrl.hub.remote_code import code_files

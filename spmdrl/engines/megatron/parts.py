@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from spmdrl.config import OptimConfig, TrainConfig, checkpointing_of
-from spmdrl.data.images import ProcessorFiles
+from spmdrl.data.processor_files import ProcessorFiles
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.classifier import classifier_config, is_classifier
 from spmdrl.engines.fsdp.lora import Adapters

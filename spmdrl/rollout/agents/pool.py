@@ -23,7 +23,7 @@ from spmdrl.rollout.agents.session import Session, SessionLimits
 from spmdrl.rollout.agents.trajectory import Trajectory
 from spmdrl.rollout.base import Completion, SamplingParams
 from spmdrl.rollout.engine_calls import EngineCalls
-from spmdrl.types import Prompt
+from spmdrl.types import Picture, Prompt
 
 MODEL = "policy"  # the name of the model at the endpoint
 
@@ -54,9 +54,10 @@ class AgentTask:
     def row(self) -> dict[str, Any]:
         """The row of the data set, as agents get it."""
         prompt = self.prompt
+        images = [each for each in prompt.images if isinstance(each, Picture)]
         return {
             "prompt": asked_in(prompt),
-            "messages": with_pictures(prompt.messages, prompt.images),
+            "messages": with_pictures(prompt.messages, images),
             "ground_truth": prompt.ground_truth,
             "data_source": prompt.data_source, "extra_info": prompt.extra_info,
             "sample_index": self.sample_index,

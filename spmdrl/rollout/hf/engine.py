@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.data.images import ImageLimits, together
+from spmdrl.data.image_limits import ImageLimits
+from spmdrl.data.images import together
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import place_images
 from spmdrl.engines.fsdp.router_replay import Routers

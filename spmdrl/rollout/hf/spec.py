@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from spmdrl.config import LoraConfig, RolloutConfig, require
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.image_limits import ImageLimits
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.recorded_pass import RecordedPass
 from spmdrl.rollout.base import RolloutEngine

@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any
 
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig, require
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.image_limits import ImageLimits
 from spmdrl.distributed.topology import Topology
 from spmdrl.hub.hf_folder import sees_images
 from spmdrl.rollout.base import RolloutEngine

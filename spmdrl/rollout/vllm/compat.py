@@ -548,41 +548,42 @@ def replaced_processor(processor: Any) -> Iterator[None]:
         kind.create_processor = create_processor
 
 
-def image_feature(item: Any, identifier: str, first: int, is_image: Tensor) -> Any:
-    """Returns an entry of EngineCoreRequest.mm_features: an item of `image_items` for the tokens
-    from `first` on. is_image: (num_tokens,) bool, those that the tower's vectors are for. Makes a
-    MultiModalFeatureSpec.
+def vision_feature(kind: str, item: Any, identifier: str, first: int, is_image: Tensor) -> Any:
+    """Returns an entry of EngineCoreRequest.mm_features: an item of `vision_items` of this kind for
+    the tokens from `first` on. is_image: (num_tokens,) bool, those that the tower's vectors are
+    for. Makes a MultiModalFeatureSpec.
     """
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
     return MultiModalFeatureSpec(
-        data=item, modality="image", identifier=identifier,
+        data=item, modality=kind, identifier=identifier,
         mm_position=PlaceholderRange(
             offset=first, length=len(is_image), is_embed=None if is_image.all() else is_image
         ),
     )  # fmt: skip
 
 
-def image_items(
-    values: Mapping[str, Any], flat: Mapping[str, Tensor] = {}, shared: Mapping[str, Tensor] = {}
+def vision_items(
+    kind: str, values: Mapping[str, Any], flat: Mapping[str, Tensor] = {},
+    shared: Mapping[str, Tensor] = {},
 ) -> Any:  # fmt: skip
-    """Returns one item per image. values: by vLLM's name, with an entry for each image; flat: of
-    those that have several, how many, (num_images,); shared: what all images have alike. Calls
-    MultiModalKwargsItems.from_hf_inputs.
+    """Returns one item per image or video. kind: "image" or "video"; values: by vLLM's name, with
+    an entry for each; flat: of those that have several, how many, (num_items,); shared: what all
+    have alike. Calls MultiModalKwargsItems.from_hf_inputs.
     """
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     fields: dict[str, Any] = {
-        name: MultiModalFieldConfig.flat_from_sizes("image", flat[name]) if name in flat
-        else MultiModalFieldConfig.batched("image", keep_on_cpu=not name.startswith("pixel"))
+        name: MultiModalFieldConfig.flat_from_sizes(kind, flat[name]) if name in flat
+        else MultiModalFieldConfig.batched(kind, keep_on_cpu=not name.startswith("pixel"))
         for name in values
     }  # fmt: skip
     count = len(next(values[name] for name in values if name not in flat))
     for name in shared:
-        fields[name] = MultiModalFieldConfig.shared("image", count, keep_on_cpu=True)
+        fields[name] = MultiModalFieldConfig.shared(kind, count, keep_on_cpu=True)
     given = BatchFeature({**values, **shared})
-    return MultiModalKwargsItems.from_hf_inputs(given, fields)["image"]
+    return MultiModalKwargsItems.from_hf_inputs(given, fields)[kind]
 
 
 # ---- operators and kernels of vLLM on a CPU

@@ -23,7 +23,7 @@ from spmdrl.config import (
     is_eager,
     require,
 )
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.image_limits import ImageLimits
 from spmdrl.distributed.accelerator import require_compiler
 from spmdrl.distributed.env import without_garbage_collection
 from spmdrl.hub.hf_folder import has_tower, language_config, load_hf_config, whole_config

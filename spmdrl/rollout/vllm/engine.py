@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import LoraConfig, RolloutConfig, require
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.image_limits import ImageLimits
 from spmdrl.distributed.collectives import world_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.router_replay import routing_of

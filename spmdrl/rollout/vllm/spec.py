@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import LoraConfig, RolloutConfig, require
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.image_limits import ImageLimits
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.recorded_pass import RecordedPass
 from spmdrl.hub.hf_folder import has_tower

@@ -23,7 +23,7 @@ from spmdrl.config import (
     TrainConfig,
     require,
 )
-from spmdrl.data.images import same_pixels
+from spmdrl.data.processor_files import same_pixels
 from spmdrl.distributed.placement import Ranks, show_ranks
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
 from spmdrl.engines.fsdp.experts import check_experts
@@ -295,8 +295,8 @@ def check_other_model(name: str, other: str, model: str, hf: PreTrainedConfig) -
         f"{name}.model and the model mark images by different tokens, or one sees none",
     )
     require(
-        not sees_images(hf) or same_pixels(model, other),
-        f"{name}.model and the model have image processors that differ: both are given "
+        not sees_images(hf) or same_pixels(model, other, FAMILIES[hf.model_type].video),
+        f"{name}.model and the model have image or video processors that differ: both are given "
         "the same pixels",
     )
     vocab, found = hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
@@ -326,11 +326,28 @@ def check_reference_options(
         )
 
 
+OF_VIDEOS = (
+    "video_key", "video_fps", "video_frames", "video_max_frames", "video_max_pixels",
+    "max_video_tokens",
+)  # fmt: skip
+
+
 def check_pixels(hf: PreTrainedConfig, data: DataConfig | SftDataConfig) -> None:
     for name in ("image_min_pixels", "image_max_pixels"):
         require(
             sees_images(hf) or getattr(data, name) is None, f"data.{name}: the model sees no images"
         )
+    sees_videos = sees_images(hf) and FAMILIES[hf.model_type].video is not None
+    for name in OF_VIDEOS:
+        require(
+            sees_videos or getattr(data, name) == getattr(DataConfig, name),
+            f"data.{name}: the model is shown no videos here",
+        )
+    require(
+        data.video_frames is None or data.video_max_frames is None,
+        "data.video_frames is how many frames are shown of each video, so that video_max_frames "
+        "has no effect",
+    )
 
 
 MOST_LR = 0.01  # a slip, mostly; of models of some thousand weights it may be meant

@@ -36,7 +36,7 @@ from spmdrl.training.logs.step_line import (
     unknown,
 )
 from spmdrl.training.logs.trackers import Tracker
-from spmdrl.types import Judgement, Message, Picture, Prompt, Sample
+from spmdrl.types import Judgement, Message, Prompt, Sample, Visual
 
 MOST_INVALID = 64  # rows per rank and step in samples/
 # of samples/, with those that spmdrl.view adds
@@ -243,16 +243,17 @@ def saved_images(message: Message, folder: Path) -> Message:
     return {**message, "content": parts}
 
 
-def write_images(folder: Path, pictures: Sequence[Picture]) -> list[str]:
-    """Writes the images that are not there yet, and returns their names: the digest of each.
+def write_images(folder: Path, pictures: Sequence[Visual]) -> list[str]:
+    """Writes the images and videos that are not there yet, and returns their names: the digest of
+    each. Of a video that is given as frames the first one is written.
 
-    A name is "" where the image has more than MOST_IMAGE_BYTES, or its file is gone.
+    A name is "" where the file has more than MOST_IMAGE_BYTES, or its file is gone.
     """
     folder.mkdir(parents=True, exist_ok=True)
     return [write_image(folder, picture) for picture in pictures[:MOST_IMAGES]]
 
 
-def write_image(folder: Path, picture: Picture) -> str:
+def write_image(folder: Path, picture: Visual) -> str:
     if isinstance(picture.source, Path) and not picture.source.is_file():
         return ""
     encoded = picture.encoded
@@ -307,7 +308,8 @@ def without_pictures(chat: list[Message]) -> list[Message]:
     """Returns the chat of a prompt with parts that say only where an image is."""
     return [
         message | {"content": [
-            {"type": "image"} if isinstance(part, dict) and part.get("type") == "image" else part
+            {"type": part["type"]}
+            if isinstance(part, dict) and part.get("type") in ("image", "video") else part
             for part in message["content"]
         ]}
         if isinstance(message.get("content"), list) else message

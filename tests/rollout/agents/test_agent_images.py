@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from image_agent import image, shows
 
 from spmdrl.config import AgentConfig, ConfigError, DataConfig, PpoConfig, RolloutConfig
-from spmdrl.data.images import BatchImages, ImageLimits
+from spmdrl.data.image_limits import ImageLimits
+from spmdrl.data.images import BatchImages
 from spmdrl.data.packing import pack_samples
 from spmdrl.data.pictures import with_parts, with_pictures
 from spmdrl.distributed.topology import Topology

@@ -1,0 +1,76 @@
+"""The files of a model's image and video processors: loaded, compared, written beside weights."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoImageProcessor
+from transformers.utils import cached_file
+
+from spmdrl.config import ConfigError
+from spmdrl.hub.video_processors import load_video_processor
+from spmdrl.hub.vision_families import VideoFamily
+
+FILES = (
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+    "chat_template.json", "tiktoken.model",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProcessorFiles:
+    """The files that a model's processor is made of, to be written beside its weights. Python files
+    that these name are copied with them, and not run.
+    """
+
+    model: str
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        for name in FILES:
+            found = cached_file(self.model, name, _raise_exceptions_for_missing_entries=False)
+            if found is not None:
+                shutil.copy(found, folder)
+                for code in Path(found).parent.glob("*.py"):
+                    shutil.copy(code, folder)
+
+
+def same_pixels(model: str, other: str, video: VideoFamily | None = None) -> bool:
+    """Whether both are given the same numbers for an image, and for a video. video: how the family
+    sees those; None: it sees none. Raises ConfigError.
+    """
+    pairs = [tuple(load_processor(name).to_dict() for name in (model, other))]
+    if video is not None:
+        pairs.append(tuple(video_processor_of(name, video).to_dict() for name in (model, other)))
+    names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std",
+             "rescale_factor", "size", "crop_to_patches", "min_patches", "max_patches",
+             "max_soft_tokens", "pooling_kernel_size", "do_pan_and_scan", "in_token_limit",
+             "merge_kernel_size", "pad_input", "min_frames",
+             "max_frames", "cap_pixels_per_frame")  # fmt: skip
+    return all(mine.get(name) == theirs.get(name) for mine, theirs in pairs for name in names)
+
+
+def load_processor(model: str) -> Any:
+    """Raises ConfigError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model: {model!r} sees images, but its preprocessor_config.json does not load: {error}"
+        ) from error
+
+
+def video_processor_of(model: str, family: VideoFamily) -> Any:
+    """Raises ConfigError."""
+    try:
+        return load_video_processor(model, family.kind, family.processor)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model: {model!r} sees videos, but its video_preprocessor_config.json does not load: "
+            f"{error}"
+        ) from error
