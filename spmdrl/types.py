@@ -14,12 +14,9 @@ Every per-token field of a Batch is aligned to the token it speaks of and holds 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,75 +24,10 @@ import torch
 from torch import Tensor
 
 from spmdrl.segments import lengths_to_cu_seqlens, to_device
+from spmdrl.visuals import PlacedImage, Visual
 
 Message = dict[str, Any]  # of a chat: role, content, and what else a template knows
 DEMONSTRATED = -2  # in place of a policy version: a token of an answer that the data has
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An encoded image (PNG, JPEG, ...): its bytes, or the file that has them."""
-
-    source: bytes | Path
-
-    @property
-    def encoded(self) -> bytes:
-        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
-
-    @cached_property
-    def digest(self) -> str:
-        """The first 128 bits of the encoded image's BLAKE2b hash, in hexadecimal digits."""
-        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
-
-    def __str__(self) -> str:
-        if isinstance(self.source, bytes):
-            return f"an image of {len(self.source)} bytes"
-        return f"'{self.source}'"
-
-
-@dataclass(frozen=True)
-class Video:
-    """A video: the bytes of its file, the file, or its frames in order.
-
-    fps: of a file, how many frames a second are shown; of frames, how many a second has. None: as
-    the data config says.
-    """
-
-    source: bytes | Path | tuple[Picture, ...]
-    fps: float | None = None
-
-    @property
-    def encoded(self) -> bytes:
-        """The file; of frames the first one."""
-        if isinstance(self.source, tuple):
-            return self.source[0].encoded
-        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
-
-    @cached_property
-    def digest(self) -> str:
-        """The first 128 bits of the BLAKE2b hash of all there is, in hexadecimal digits."""
-        found = hashlib.blake2b(f"video {self.fps} ".encode(), digest_size=16)
-        if isinstance(self.source, tuple):
-            found.update(" ".join(frame.digest for frame in self.source).encode())
-        else:
-            found.update(self.encoded)
-        return found.hexdigest()
-
-    def __str__(self) -> str:
-        if isinstance(self.source, Path):
-            return f"'{self.source}'"
-        many = f"{len(self.source)} {'frames' if isinstance(self.source, tuple) else 'bytes'}"
-        return f"a video of {many}"
-
-
-Visual = Picture | Video  # what a prompt may show
-
-
-class PlacedImage(NamedTuple):
-    """An image that a sequence shows."""
-
-    first: int  # the token of the sequence where its tokens begin
-    picture: Picture
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from spmdrl.data.pictures import open_picture
 from spmdrl.engines.fsdp.model import TokenPolicy
 from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.types import Batch, Picture, Prompt
+from spmdrl.types import Batch, Prompt
+from spmdrl.visuals import Picture
 
 
 def vision_of(model: str, **settings: Any) -> ImageProcessor:

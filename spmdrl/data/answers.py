@@ -50,7 +50,8 @@ from spmdrl.data.table_files import (
     lookup,
 )
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch, Message, Visual
+from spmdrl.types import Batch, Message
+from spmdrl.visuals import Visual
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

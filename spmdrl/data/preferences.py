@@ -36,7 +36,8 @@ from spmdrl.data.table_files import (
 )
 from spmdrl.data.videos import refuse_videos
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch, Message, Picture, Visual
+from spmdrl.types import Batch, Message
+from spmdrl.visuals import Picture, Visual
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -36,7 +36,7 @@ from spmdrl.data.row_reports import (
 )
 from spmdrl.data.table_files import BadRow, Files, bad_field, lookup
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Picture, Video
+from spmdrl.visuals import Picture, Video
 
 
 @dataclass(frozen=True)

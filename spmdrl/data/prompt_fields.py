@@ -17,7 +17,7 @@ from spmdrl.data.prompt_stats import needs_difficulty
 from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
 from spmdrl.data.videos import num_videos, videos_of
 from spmdrl.hub.vision_families import FAMILIES
-from spmdrl.types import Visual
+from spmdrl.visuals import Visual
 
 
 @dataclass(frozen=True)

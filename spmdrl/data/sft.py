@@ -42,7 +42,8 @@ from spmdrl.data.table_files import (
 )
 from spmdrl.data.videos import videos_of
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch, Visual
+from spmdrl.types import Batch
+from spmdrl.visuals import Visual
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -27,7 +27,7 @@ from spmdrl.data.pictures import open_picture, pictures_of
 from spmdrl.data.processor_files import video_processor_of
 from spmdrl.data.table_files import BadRow, bad_field
 from spmdrl.hub.vision_families import FAMILIES, Pixels, VideoFamily
-from spmdrl.types import Video, Visual
+from spmdrl.visuals import Video, Visual
 
 EXPECTED = (
     "videos as {'path': ...}, {'bytes': ...}, a path, or a list of frames; in a dict with 'fps' "

@@ -18,7 +18,8 @@ from spmdrl.data.table_files import BadRow
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.fsdp.classifier import SUFFIX, check_classifier, is_classifier
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.types import Message, Sample, Visual
+from spmdrl.types import Message, Sample
+from spmdrl.visuals import Visual
 
 NO_LIMIT = 2**24  # tokens; what is too long for the model makes the sample invalid
 

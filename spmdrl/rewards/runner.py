@@ -29,7 +29,7 @@ from spmdrl.rewards.sandbox.remote import check_remote
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.pool import innermost
 from spmdrl.rewards.workers.worker import RewardResult, image_part
-from spmdrl.types import Picture, Video
+from spmdrl.visuals import Picture, Video
 
 if TYPE_CHECKING:
     from spmdrl.types import Sample

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spmdrl.config import RolloutConfig, require
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.rng import preserved_rng
-from spmdrl.types import PlacedImage, Visual
+from spmdrl.visuals import PlacedImage, Visual
 from spmdrl.weights.engine_layout import Layout
 
 WAKE_TAGS = ("weights", "kv_cache")  # what an engine takes memory for, by vLLM's names

@@ -35,7 +35,8 @@ from spmdrl.hub.video_processors import load_video_processor
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.vllm.engine import VllmEngine
-from spmdrl.types import Picture, Prompt, Video
+from spmdrl.types import Prompt
+from spmdrl.visuals import Picture, Video
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}

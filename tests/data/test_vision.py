@@ -33,7 +33,8 @@ from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.vllm.engine import VllmEngine
-from spmdrl.types import Picture, Prompt
+from spmdrl.types import Prompt
+from spmdrl.visuals import Picture
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}

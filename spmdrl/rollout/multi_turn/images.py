@@ -15,7 +15,8 @@ from spmdrl.data.reply_images import pictures_in, shows_image, with_images
 from spmdrl.data.table_files import BadRow
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.base import Completion
-from spmdrl.types import Message, Picture
+from spmdrl.types import Message
+from spmdrl.visuals import Picture
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,8 @@ from spmdrl.training.logs.step_line import (
     unknown,
 )
 from spmdrl.training.logs.trackers import Tracker
-from spmdrl.types import Judgement, Message, Prompt, Sample, Visual
+from spmdrl.types import Judgement, Message, Prompt, Sample
+from spmdrl.visuals import Visual
 
 MOST_INVALID = 64  # rows per rank and step in samples/
 # of samples/, with those that spmdrl.view adds
