@@ -77,7 +77,7 @@ def test_shared_memory_and_checkpoints_must_fit(tmp_path, monkeypatch):
     rollout = SimpleNamespace(engine="vllm", tensor_parallel=2)
     config: Any = SimpleNamespace(
         rollout=rollout, placement={"rollout": "2-3"}, critic=None, prm=None, actor=None,
-        algo=SimpleNamespace(needs_reference=False),
+        algo=SimpleNamespace(needs_reference=False), teachers={},
     )  # fmt: skip
     assert shared_bytes(config, [0, 1, 2, 3], 4, threads=3) == 2 * 3 * (4 << 20)
     assert shared_bytes(config, [0, 1], 4, threads=3) == 0

@@ -28,7 +28,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     `config` too.
     """
     monkeypatch.syspath_prepend(EXAMPLE)
-    sys.modules.pop(name, None)
+    monkeypatch.delitem(sys.modules, name, raising=False)  # another test's comes back
     module = importlib.import_module(name)
     del sys.modules[name]
     monkeypatch.setitem(sys.modules, name, module)

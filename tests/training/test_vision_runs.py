@@ -244,7 +244,7 @@ def test_megatron_sees_the_images_of_prompts_and_replies_and_its_model_is_export
         (("--model", "qwen3", "--critic.model", "blind", "--algo.advantage", "gae"),
          "critic.model and the model mark images by different tokens, or one sees none"),
         (("--critic.model", "other", "--algo.advantage", "gae"),
-         "critic.model and the model have image processors that differ"),
+         "critic.model and the model have image or video processors that differ"),
         (("--model", "blind", "--data.image_max_pixels", "99"), "data.image_max_pixels: the model"),
         (("--model", "blind", "--actor.freeze_vision"), "actor.freeze_vision: the model sees no"),
     ],

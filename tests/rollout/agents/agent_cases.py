@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from agent_models import ADD, QUESTION, SCHEMA
@@ -242,6 +243,18 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
     return found
 
 
+async def ask_and_leave(url: str, api_key: str, body: dict[str, Any]) -> None:
+    """Closes the connection behind the request, when no engine can have answered."""
+    where, sent = urlsplit(url), json.dumps(body)
+    _, writer = await asyncio.open_connection(where.hostname, where.port)
+    head = [f"POST {where.path} HTTP/1.1", "Host: here", f"Authorization: Bearer {api_key}",
+            "Content-Type: application/json", f"Content-Length: {len(sent)}"]  # fmt: skip
+    writer.write("\r\n".join([*head, "", sent]).encode())
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+
+
 async def hangs_up(base_url: str, api_key: str, model: str, **_: Any) -> Any:
     """Gives as many requests up as it has turns, then asks the same: what nobody has read is no
     row, and no turn.
@@ -249,12 +262,8 @@ async def hangs_up(base_url: str, api_key: str, model: str, **_: Any) -> Any:
     key = {"authorization": f"Bearer {api_key}"}
     body = {"model": model, "messages": HI}
     url = f"{base_url}/chat/completions"
-    async with httpx.AsyncClient() as client:
-        for stream in (False, True) * 5:
-            with_stream = body | {"stream": stream}
-            task = asyncio.ensure_future(client.post(url, json=with_stream, headers=key))
-            await asyncio.sleep(0.05)
-            task.cancel()
+    for stream in (False, True) * 5:
+        await ask_and_leave(url, api_key, body | {"stream": stream})
     async with httpx.AsyncClient(timeout=60) as client:
         answer = await client.post(url, json=body, headers=key)
     return answer.json()["choices"][0]["message"]["content"]
