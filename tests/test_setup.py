@@ -35,7 +35,9 @@ CONFIGS = sorted([*ROOT.glob("configs/*.py"), *ROOT.glob("examples/*/config.py")
 
 
 def load_module(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    """Executes a file under a name of its own: other tests import a `run` and a `config` too."""
+    name = re.sub(r"\W", "_", path)
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
