@@ -52,8 +52,8 @@ API = (
         "Prompts, samples, batches",
         "What functions of yours are given, and what `samples` of an attached run are.",
         {
-            "spmdrl.types": "Prompt Sample Batch PolicyStats",
-            "spmdrl.visuals": "Picture Video PlacedImage",
+            "spmdrl.types": "Prompt Sample Picture Batch PolicyStats",
+            "spmdrl.data.visuals": "Video",
             "spmdrl.segments": "segment_sum segment_expand",
         },
     ),

@@ -14,9 +14,12 @@ Every per-token field of a Batch is aligned to the token it speaks of and holds 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +27,37 @@ import torch
 from torch import Tensor
 
 from spmdrl.segments import lengths_to_cu_seqlens, to_device
-from spmdrl.visuals import PlacedImage, Visual
 
 Message = dict[str, Any]  # of a chat: role, content, and what else a template knows
 DEMONSTRATED = -2  # in place of a policy version: a token of an answer that the data has
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded image (PNG, JPEG, ...): its bytes, or the file that has them."""
+
+    source: bytes | Path
+
+    @property
+    def encoded(self) -> bytes:
+        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+
+    @cached_property
+    def digest(self) -> str:
+        """The first 128 bits of the encoded image's BLAKE2b hash, in hexadecimal digits."""
+        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
+
+    def __str__(self) -> str:
+        if isinstance(self.source, bytes):
+            return f"an image of {len(self.source)} bytes"
+        return f"'{self.source}'"
+
+
+class PlacedImage(NamedTuple):
+    """An image that a sequence shows."""
+
+    first: int  # the token of the sequence where its tokens begin
+    picture: Picture
 
 
 @dataclass(frozen=True)
@@ -41,7 +71,7 @@ class Prompt:
     text: str  # the prompt as the model sees it, for logs
     extra_info: dict[str, Any] = field(default_factory=dict)
     chat: list[Message] | None = None  # as the data has it; None: it has a plain string
-    images: tuple[Visual, ...] = ()  # and videos, in order of their tokens
+    images: tuple[Any, ...] = ()  # each a data.visuals.Visual, in order of their tokens
     # answers of others that the row has, to be learnt from: token ids, EOS included
     demonstrations: tuple[list[int], ...] = ()
 

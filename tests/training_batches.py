@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spmdrl.config import OptimConfig, TrainConfig
 from spmdrl.data.packing import empty_batch
@@ -62,3 +64,21 @@ def engine_on(topology: Any, kind: str, model: str, config: TrainConfig) -> Any:
 def on_data_ranks(ranks: Any, batch: Batch) -> Batch:
     """The batch on ranks that hand an engine data, none of it on the others."""
     return batch if ranks.rank in ranks.data_ranks else batch.select([])
+
+
+def pair_up(batch: Batch, prompt: int, shared: Sequence[Tensor]) -> None:
+    """Makes neighbouring sequences answers to one prompt, of which nothing is learnt.
+
+    prompt: the first token that is, counted from 1. shared: per-token tensors whose values before
+    it are the same in both.
+    """
+    numbers = torch.arange(len(batch.seq_lens))
+    batch.groups, batch.indices, batch.prompts = numbers // 2, numbers % 2, numbers // 2
+    starts = batch.cu_seqlens[:-1].tolist()
+    batch.loss_mask = torch.ones(batch.num_tokens)
+    for first, second in zip(starts[::2], starts[1::2], strict=True):
+        for start in (first, second):
+            batch.loss_mask[start : start + prompt - 1] = 0
+        for values in shared:
+            values[second : second + prompt - 1] = values[first : first + prompt - 1]
+    batch.loss_mask[starts] = 0

@@ -15,8 +15,8 @@ from spmdrl.data.pictures import open_picture
 from spmdrl.engines.fsdp.model import TokenPolicy
 from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.types import Batch, Prompt
-from spmdrl.visuals import Picture
+from spmdrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from spmdrl.types import Batch, Picture, Prompt
 
 
 def vision_of(model: str, **settings: Any) -> ImageProcessor:
@@ -60,6 +60,29 @@ def logprobs_packed(model: Any, batch_images: BatchImages, batch: Batch) -> torc
         scene=batch_images.scene(batch),
     )  # fmt: skip
     return found
+
+
+def answer_twice(
+    engine: RolloutEngine, model: Any, vision: ImageProcessor, asked: Sequence[Prompt], seeds: int
+) -> tuple[list[Completion], list[Completion]]:
+    """Answers of 12 tokens to prompts, whose log-probabilities must be the model's, and the same
+    again from their first 5 tokens on. The i-th has the seed i % seeds.
+    """
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    requests = [Request(p.token_ids, seed=i % seeds, images=p.images) for i, p in enumerate(asked)]
+    whole = engine.generate(requests, params)
+    with torch.no_grad():
+        for prompt, answer in zip(asked, whole, strict=True):
+            batch_images = BatchImages(vision, {prompt.id: prompt}.__getitem__)
+            right = logprobs_packed(model, batch_images, packed([prompt], [answer.token_ids]))
+            got = torch.tensor(answer.logprobs)
+            torch.testing.assert_close(got, right[-12:], rtol=1e-4, atol=1e-5)
+    begun = [
+        Request(r.prompt_ids, r.seed, a.token_ids[:5], a.logprobs[:5], a.versions[:5],
+                images=r.images)
+        for r, a in zip(requests, whole, strict=True)
+    ]  # fmt: skip
+    return whole, engine.generate(begun, params)
 
 
 def logprobs_alone(

@@ -52,7 +52,7 @@ def load_config(
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     folder = str(file.parent.resolve())  # once: the file may change to another folder
-    forget_siblings(file.parent)
+    forget_siblings(folder)
     before = set(sys.modules)
     sys.path.insert(0, folder)
     launched = launcher_environment()
@@ -92,13 +92,13 @@ def load_config(
 SIBLINGS: set[str] = set()  # modules that config files have imported from their own folders
 
 
-def forget_siblings(folder: Path) -> None:
+def forget_siblings(folder: str) -> None:
     """Makes a config import the modules of its own folder, where an earlier config of the process
     has imported others of the same names from its folder.
     """
-    for name in [n for n in SIBLINGS if not _stands_in(n, str(folder.resolve()))]:
-        top = folder / name.partition(".")[0]
-        if top.is_dir() or is_file(top.with_name(f"{top.name}.py")):
+    for name in [each for each in SIBLINGS if not _stands_in(each, folder)]:
+        top = Path(folder, name.partition(".")[0])
+        if top.is_dir() or is_file(top.with_suffix(".py")):
             SIBLINGS.discard(name)
             sys.modules.pop(name, None)
 

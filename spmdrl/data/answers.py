@@ -49,9 +49,9 @@ from spmdrl.data.table_files import (
     load_together,
     lookup,
 )
+from spmdrl.data.visuals import Visual
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import Batch, Message
-from spmdrl.visuals import Visual
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

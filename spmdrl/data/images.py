@@ -39,11 +39,11 @@ from spmdrl.data.reply_images import (
 from spmdrl.data.rope_positions import rope_positions
 from spmdrl.data.table_files import BadRow
 from spmdrl.data.videos import Clip, VideoProcessor, num_videos, sees_no_videos
+from spmdrl.data.visuals import Video, Visual
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.hub.hf_folder import load_tokenizer, sees_images
 from spmdrl.hub.vision_families import FAMILIES, ImageSizes, Pixels
-from spmdrl.types import Batch, Sample
-from spmdrl.visuals import Picture, PlacedImage, Video, Visual
+from spmdrl.types import Batch, Picture, PlacedImage, Sample
 
 CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
 MOST_LAYOUTS = 1 << 14

@@ -17,8 +17,8 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from spmdrl.data.table_files import BadRow, bad_field
-from spmdrl.types import Message
-from spmdrl.visuals import Picture, PlacedImage, Video, Visual
+from spmdrl.data.visuals import Video, Visual
+from spmdrl.types import Message, Picture, PlacedImage
 
 T = TypeVar("T")
 

@@ -35,9 +35,9 @@ from spmdrl.data.table_files import (
     without_nulls,
 )
 from spmdrl.data.videos import refuse_videos
+from spmdrl.data.visuals import Visual
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch, Message
-from spmdrl.visuals import Picture, Visual
+from spmdrl.types import Batch, Message, Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -35,8 +35,9 @@ from spmdrl.data.row_reports import (
     unread_tools,
 )
 from spmdrl.data.table_files import BadRow, Files, bad_field, lookup
+from spmdrl.data.visuals import Video
 from spmdrl.distributed.topology import Topology
-from spmdrl.visuals import Picture, Video
+from spmdrl.types import Picture
 
 
 @dataclass(frozen=True)

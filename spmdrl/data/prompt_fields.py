@@ -16,8 +16,8 @@ from spmdrl.data.pictures import MARK, pictures_of, refuse_single, shown_in
 from spmdrl.data.prompt_stats import needs_difficulty
 from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
 from spmdrl.data.videos import num_videos, videos_of
+from spmdrl.data.visuals import Visual
 from spmdrl.hub.vision_families import FAMILIES
-from spmdrl.visuals import Visual
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from spmdrl.data.pictures import decoded
 from spmdrl.data.table_files import BadRow
-from spmdrl.types import Message, Sample
-from spmdrl.visuals import Picture, PlacedImage
+from spmdrl.types import Message, Picture, PlacedImage, Sample
 
 IMAGE_TYPES = ("image", "image_url", "input_image")  # of a part: TRL's name, OpenAI's two
 HAVE_IT = ("image", "image_url", "url", "bytes")  # keys of such a part, one of which has the image

@@ -41,9 +41,9 @@ from spmdrl.data.table_files import (
     without_nulls,
 )
 from spmdrl.data.videos import videos_of
+from spmdrl.data.visuals import Visual
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import Batch
-from spmdrl.visuals import Visual
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

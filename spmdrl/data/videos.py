@@ -26,8 +26,8 @@ from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.data.pictures import open_picture, pictures_of
 from spmdrl.data.processor_files import video_processor_of
 from spmdrl.data.table_files import BadRow, bad_field
+from spmdrl.data.visuals import Video, Visual
 from spmdrl.hub.vision_families import FAMILIES, Pixels, VideoFamily
-from spmdrl.visuals import Video, Visual
 
 EXPECTED = (
     "videos as {'path': ...}, {'bytes': ...}, a path, or a list of frames; in a dict with 'fps' "

@@ -15,11 +15,11 @@ from spmdrl.data.pictures import MARK, parts_of, shown_in
 from spmdrl.data.preferences import Conversation
 from spmdrl.data.reply_images import pictures_in, without_data
 from spmdrl.data.table_files import BadRow
+from spmdrl.data.visuals import Visual
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.fsdp.classifier import SUFFIX, check_classifier, is_classifier
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.types import Message, Sample
-from spmdrl.visuals import Visual
 
 NO_LIMIT = 2**24  # tokens; what is too long for the model makes the sample invalid
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig, RewardFn, SandboxConfig
+from spmdrl.data.visuals import Video
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
@@ -29,7 +30,7 @@ from spmdrl.rewards.sandbox.remote import check_remote
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.pool import innermost
 from spmdrl.rewards.workers.worker import RewardResult, image_part
-from spmdrl.visuals import Picture, Video
+from spmdrl.types import Picture
 
 if TYPE_CHECKING:
     from spmdrl.types import Sample

@@ -10,9 +10,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from spmdrl.config import RolloutConfig, require
+from spmdrl.data.visuals import Visual
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.rng import preserved_rng
-from spmdrl.visuals import PlacedImage, Visual
+from spmdrl.types import PlacedImage
 from spmdrl.weights.engine_layout import Layout
 
 WAKE_TAGS = ("weights", "kv_cache")  # what an engine takes memory for, by vLLM's names

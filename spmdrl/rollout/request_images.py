@@ -9,7 +9,7 @@ import json
 from spmdrl.data.images import ImageProcessor, PromptImages
 from spmdrl.data.reply_images import pictures_in, placed_images
 from spmdrl.rollout.base import NOT_CHOSEN, Request
-from spmdrl.visuals import PlacedImage
+from spmdrl.types import PlacedImage
 
 
 def images_of_request(vision: ImageProcessor, request: Request) -> PromptImages | None:

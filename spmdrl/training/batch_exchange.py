@@ -25,8 +25,7 @@ from spmdrl.data.routing import Routing
 from spmdrl.distributed.placement import Ranks
 from spmdrl.distributed.topology import Topology, new_group
 from spmdrl.segments import lengths_to_cu_seqlens
-from spmdrl.types import TOKEN_FIELDS, Batch
-from spmdrl.visuals import Picture
+from spmdrl.types import TOKEN_FIELDS, Batch, Picture
 
 FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
 ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens

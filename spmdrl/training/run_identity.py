@@ -30,10 +30,10 @@ from spmdrl.config import MOVED, PpoConfig, PreferenceTrainingConfig, RunConfig,
 from spmdrl.data.pictures import pictures_of
 from spmdrl.data.table_files import BadRow, Files
 from spmdrl.data.videos import videos_of
+from spmdrl.data.visuals import Visual
 from spmdrl.distributed.placement import is_frozen, training_roles
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, sees_images
 from spmdrl.hub.model_files import eos_token_ids
-from spmdrl.visuals import Visual
 
 FORMAT = 1  # of what `identity` returns
 BUDGET_BYTES = 128 << 20  # read at most of one set of files

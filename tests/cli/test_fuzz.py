@@ -270,7 +270,7 @@ LINES = st.sampled_from([
 ])  # fmt: skip
 
 
-@fuzz(80)
+@fuzz(120)
 @given(lines=st.lists(LINES, max_size=4), raw=st.none() | st.binary(max_size=30))
 def test_any_config_file(tmp_path_factory, lines, raw):
     path = tmp_path_factory.getbasetemp() / "fuzzed_config.py"
@@ -303,7 +303,7 @@ FLAGS = st.sampled_from([
 ])  # fmt: skip
 
 
-@fuzz(80)
+@fuzz(120)
 @given(argv=st.lists(FLAGS, max_size=5))
 def test_any_command_line(model, tmp_path_factory, argv):
     path = tmp_path_factory.getbasetemp() / "command_config.py"
@@ -407,7 +407,7 @@ def load_all(path: Path, tokenizer: Any, topology: Topology, on_bad_row: str) ->
     return count + len(pairs)
 
 
-@fuzz(80)
+@fuzz(120)
 @given(rows=st.lists(ROWS, max_size=4), skip=st.booleans())
 def test_any_rows_in_jsonl(tokenizer, topology, tmp_path_factory, rows, skip):
     path = tmp_path_factory.getbasetemp() / "rows.jsonl"
@@ -415,7 +415,7 @@ def test_any_rows_in_jsonl(tokenizer, topology, tmp_path_factory, rows, skip):
     load_all(path, tokenizer, topology, "skip" if skip else "error")
 
 
-@fuzz(80)
+@fuzz(120)
 @given(rows=st.lists(ROWS, min_size=1, max_size=4), skip=st.booleans())
 def test_any_rows_in_parquet(tokenizer, topology, tmp_path_factory, rows, skip):
     path = tmp_path_factory.getbasetemp() / "rows.parquet"
@@ -444,7 +444,7 @@ def test_any_damage(tokenizer, topology, tmp_path_factory, kind):
     whole = path.read_bytes()
     assert load_all(path, tokenizer, topology, "error") == 36
 
-    @fuzz(100)
+    @fuzz(150)
     @given(
         changes=st.lists(st.tuples(st.integers(0, len(whole) - 1), st.binary(max_size=4)),
                          max_size=4),

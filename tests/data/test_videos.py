@@ -12,7 +12,7 @@ import torch
 from tiny_models import film, png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-from vision_checks import logprobs_packed, packed, vision_of
+from vision_checks import answer_twice, logprobs_packed, packed, vision_of
 
 from spmdrl.config import (
     AnswerDataConfig,
@@ -28,15 +28,14 @@ from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.rope_positions import rope_positions, time_positions
 from spmdrl.data.sft import SftDataset
 from spmdrl.data.videos import videos_of
+from spmdrl.data.visuals import Video
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import build_model
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.video_processors import load_video_processor
-from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.vllm.engine import VllmEngine
-from spmdrl.types import Prompt
-from spmdrl.visuals import Picture, Video
+from spmdrl.types import Picture, Prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
@@ -360,21 +359,6 @@ def test_answers_are_of_the_videos_and_go_on_where_they_stopped(
     last = prompts[3]
     other = Prompt(4, last.token_ids, "d", "", "", images=(Video(frames, 1.0),))
     asked = [*prompts, other, last]
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    requests = [Request(p.token_ids, seed=i % 5, images=p.images) for i, p in enumerate(asked)]
-    whole = engine.generate(requests, params)
-    model: Any = build_model(models[kind], full=True)
-    with torch.no_grad():
-        for prompt, answer in zip(asked, whole, strict=True):
-            batch_images = BatchImages(vision, {prompt.id: prompt}.__getitem__)
-            right = logprobs_packed(model, batch_images, packed([prompt], [answer.token_ids]))
-            got = torch.tensor(answer.logprobs)
-            torch.testing.assert_close(got, right[-12:], rtol=1e-4, atol=1e-5)
-    begun = [
-        Request(r.prompt_ids, r.seed, a.token_ids[:5], a.logprobs[:5], a.versions[:5],
-                images=r.images)
-        for r, a in zip(requests, whole, strict=True)
-    ]  # fmt: skip
-    again = engine.generate(begun, params)
+    whole, again = answer_twice(engine, build_model(models[kind], full=True), vision, asked, 5)
     assert [a.token_ids for a in again] == [a.token_ids for a in whole]
     engine.shutdown()

@@ -17,7 +17,14 @@ import torch
 from PIL import Image
 from tiny_models import png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-from vision_checks import logprobs_alone, logprobs_packed, packed, prompts_of, vision_of
+from vision_checks import (
+    answer_twice,
+    logprobs_alone,
+    logprobs_packed,
+    packed,
+    prompts_of,
+    vision_of,
+)
 
 from spmdrl.config import ConfigError, DataConfig, RolloutConfig
 from spmdrl.data import pictures
@@ -33,8 +40,7 @@ from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.vllm.engine import VllmEngine
-from spmdrl.types import Prompt
-from spmdrl.visuals import Picture
+from spmdrl.types import Picture, Prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
@@ -365,22 +371,7 @@ def test_answers_are_of_the_images_and_go_on_where_they_stopped(
     first, text, last = prompts_of(vision)
     other = Prompt(3, last.token_ids, "d", "", "", images=(Picture(png(9, 32, 16)),))
     asked = [first, text, last, other, last]
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    requests = [Request(p.token_ids, seed=i % 4, images=p.images) for i, p in enumerate(asked)]
-    whole = engine.generate(requests, params)
-    model: Any = build_model(models[kind], full=True)
-    with torch.no_grad():
-        for prompt, answer in zip(asked, whole, strict=True):
-            batch_images = BatchImages(vision, {prompt.id: prompt}.__getitem__)
-            right = logprobs_packed(model, batch_images, packed([prompt], [answer.token_ids]))
-            got = torch.tensor(answer.logprobs)
-            torch.testing.assert_close(got, right[-12:], rtol=1e-4, atol=1e-5)
-    begun = [
-        Request(r.prompt_ids, r.seed, a.token_ids[:5], a.logprobs[:5], a.versions[:5],
-                images=r.images)
-        for r, a in zip(requests, whole, strict=True)
-    ]  # fmt: skip
-    again = engine.generate(begun, params)
+    whole, again = answer_twice(engine, build_model(models[kind], full=True), vision, asked, 4)
     if name == "hf" or engine.on_cpu:
         assert [a.token_ids for a in again] == [a.token_ids for a in whole]
     engine.shutdown()

@@ -10,6 +10,7 @@ import torch
 from ranks import run_calls
 from tiny_megatron_models import save_model
 from torch import Tensor, nn
+from training_batches import pair_up
 
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.config import AlgoConfig, LoraConfig, TrainConfig
@@ -31,17 +32,7 @@ def some_batch() -> Batch:
     batch.token_ids = torch.randint(3, 97, (sum(LENS),), generator=draw)
     scores = torch.rand(sum(LENS), ROUTING.num_layers, ROUTING.num_experts, generator=draw)
     batch.routed_experts = scores.argsort(-1)[..., : ROUTING.top_k].to(ROUTING.dtype)
-    batch.groups, batch.indices = torch.arange(6) // 2, torch.arange(6) % 2
-    batch.prompts = batch.groups.clone()
-    starts = batch.cu_seqlens[:-1].tolist()
-    batch.loss_mask = torch.ones(sum(LENS))
-    for number, start in enumerate(starts):
-        batch.loss_mask[start : start + PROMPT - 1] = 0
-        if number % 2:
-            first = starts[number - 1]
-            for field in (batch.token_ids, batch.routed_experts):
-                field[start : start + PROMPT - 1] = field[first : first + PROMPT - 1]
-    batch.loss_mask[starts] = 0
+    pair_up(batch, PROMPT, [batch.token_ids, batch.routed_experts])
     batch.advantages = torch.randn(sum(LENS), generator=draw) * batch.loss_mask
     batch.loss_weights = batch.loss_mask / batch.loss_mask.sum()
     return batch

@@ -12,6 +12,7 @@ import torch
 from ranks import run_calls
 from tiny_models import save_qwen3
 from torch import Tensor
+from training_batches import pair_up
 
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.config import AlgoConfig, LoraConfig, TrainConfig
@@ -84,17 +85,7 @@ def some_batch() -> Batch:
     draw = torch.Generator().manual_seed(0)
     batch = empty_batch(torch.tensor(LENS), support_width=WIDTH)
     batch.token_ids = torch.randint(3, VOCAB, (sum(LENS),), generator=draw)
-    batch.groups, batch.indices = torch.arange(6) // 2, torch.arange(6) % 2
-    batch.prompts = batch.groups.clone()
-    starts = batch.cu_seqlens[:-1].tolist()
-    batch.loss_mask = torch.ones(sum(LENS))
-    for number, start in enumerate(starts):
-        batch.loss_mask[start : start + PROMPT - 1] = 0
-        if number % 2:
-            first = starts[number - 1]
-            prompt = batch.token_ids[first : first + PROMPT - 1]
-            batch.token_ids[start : start + PROMPT - 1] = prompt
-    batch.loss_mask[starts] = 0
+    pair_up(batch, PROMPT, [batch.token_ids])
     supports = some_supports(batch.token_ids, WIDTH, VOCAB, draw)
     batch.support_ids = supports.masked_fill(batch.loss_mask[:, None] == 0, -1)
     batch.advantages = torch.randn(sum(LENS), generator=draw) * batch.loss_mask

@@ -32,7 +32,7 @@ from spmdrl.hub.kimi_vl_images import KimiVLImageProcessor
 from spmdrl.hub.moonshot_tokenizer import NUM_SPECIAL, WORDS, TikTokenTokenizer
 from spmdrl.hub.remote_code import allow_code, has_foreign_code
 from spmdrl.hub.vision_classifiers import register_classifier
-from spmdrl.visuals import Picture
+from spmdrl.types import Picture
 
 PUBLISHED = {
     "language_model.lm_head.weight", "language_model.model.embed_tokens.weight",

@@ -10,8 +10,7 @@ from spmdrl.config import RewardConfig
 from spmdrl.rewards.openai_chat import openai_messages
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rewards.workers.worker import image_part
-from spmdrl.types import Prompt, Sample
-from spmdrl.visuals import Picture
+from spmdrl.types import Picture, Prompt, Sample
 
 URIS = [image_part(png(seed, 8, 8))["image"] for seed in range(3)]
 

@@ -44,8 +44,7 @@ from spmdrl.rollout.multi_turn.tools import Call
 from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
 from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.training.checks.turns import check_reply_images
-from spmdrl.types import Prompt, Sample
-from spmdrl.visuals import Picture
+from spmdrl.types import Picture, Prompt, Sample
 
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
 LIMITS = MultiTurnConfig(max_images=3, max_image_tokens=8, workers=1)

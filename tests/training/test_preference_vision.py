@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from vision_checks import vision_of
 
 from spmdrl.data.pictures import open_picture
-from spmdrl.visuals import Picture
+from spmdrl.types import Picture
 
 pytestmark = pytest.mark.ranks
 

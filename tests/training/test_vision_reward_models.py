@@ -19,7 +19,7 @@ from vision_task import IMAGE_CONFIG, image_question
 from spmdrl.data.pictures import open_picture
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.vision_classifiers import register_classifier
-from spmdrl.visuals import Picture
+from spmdrl.types import Picture
 
 pytestmark = pytest.mark.ranks
 

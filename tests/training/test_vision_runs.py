@@ -31,7 +31,7 @@ from vision_task import (
 )
 
 from spmdrl.engines.hf_export import export
-from spmdrl.visuals import Picture
+from spmdrl.types import Picture
 
 pytestmark = pytest.mark.ranks
 

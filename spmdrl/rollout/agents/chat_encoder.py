@@ -21,8 +21,7 @@ from spmdrl.rollout.multi_turn.between_turns import BetweenTurns
 from spmdrl.rollout.multi_turn.conversation import without_thoughts
 from spmdrl.rollout.multi_turn.images import ImageRules
 from spmdrl.rollout.multi_turn.tools import CallParser, import_parsers
-from spmdrl.types import Message
-from spmdrl.visuals import Picture
+from spmdrl.types import Message, Picture
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,7 @@ from spmdrl.rollout.agents.session import Session, SessionLimits
 from spmdrl.rollout.agents.trajectory import Trajectory
 from spmdrl.rollout.base import Completion, SamplingParams
 from spmdrl.rollout.engine_calls import EngineCalls
-from spmdrl.types import Prompt
-from spmdrl.visuals import Picture
+from spmdrl.types import Picture, Prompt
 
 MODEL = "policy"  # the name of the model at the endpoint
 

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 from spmdrl.rollout.agents.requests import arguments_of_call
 from spmdrl.rollout.base import NOT_CHOSEN, Completion
-from spmdrl.types import Message
-from spmdrl.visuals import PlacedImage
+from spmdrl.types import Message, PlacedImage
 
 
 @dataclass

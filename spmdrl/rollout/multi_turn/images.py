@@ -15,8 +15,7 @@ from spmdrl.data.reply_images import pictures_in, shows_image, with_images
 from spmdrl.data.table_files import BadRow
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.base import Completion
-from spmdrl.types import Message
-from spmdrl.visuals import Picture
+from spmdrl.types import Message, Picture
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ import torch
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.earlier_runs import METRICS
 from spmdrl.data.reply_images import is_image, pictures_in
+from spmdrl.data.visuals import Visual
 from spmdrl.distributed.agreement import broadcast_from_first, gather_to_first
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -37,7 +38,6 @@ from spmdrl.training.logs.step_line import (
 )
 from spmdrl.training.logs.trackers import Tracker
 from spmdrl.types import Judgement, Message, Prompt, Sample
-from spmdrl.visuals import Visual
 
 MOST_INVALID = 64  # rows per rank and step in samples/
 # of samples/, with those that spmdrl.view adds

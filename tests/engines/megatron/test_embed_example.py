@@ -63,7 +63,7 @@ def test_the_program_trains_and_then_learns_from_rewards_and_examples_in_turn(fo
     )  # fmt: skip
     rewards = [float(x) for x in re.findall(r"reward/mean ([\d.]+)", said)]
     assert len(rewards) == 18 and len(re.findall(r"\| loss [\d.]+", said)) == 2
-    assert sum(rewards[-6:]) > 1.2 * sum(rewards[:6]), rewards
+    assert sum(rewards[-6:]) > 1.3 * sum(rewards[:6]), rewards
     assert "eval/reward" in said
     # its own checkpoint format, in which it goes on
     assert (folder / "runs/embed/rl/iter_0000020/metadata.json").is_file()

@@ -39,8 +39,7 @@ from spmdrl.training.checks.agents import check_agent_data
 from spmdrl.training.checks.turns import check_reply_images
 from spmdrl.training.logs.metrics import with_image_files
 from spmdrl.training.run_images import no_images
-from spmdrl.types import Prompt
-from spmdrl.visuals import Picture, PlacedImage
+from spmdrl.types import Picture, PlacedImage, Prompt
 
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
 

@@ -11,8 +11,7 @@ from spmdrl.rollout.agents.call_queue import CallQueue
 from spmdrl.rollout.agents.session import Session, SessionLimits
 from spmdrl.rollout.agents.trajectory import EncodedMessages, Trajectory
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, SamplingParams
-from spmdrl.types import Message
-from spmdrl.visuals import Picture, PlacedImage
+from spmdrl.types import Message, Picture, PlacedImage
 
 
 def user(text: str) -> Message:

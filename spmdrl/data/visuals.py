@@ -1,4 +1,4 @@
-"""What a prompt shows beside its text: images and videos."""
+"""What a prompt shows beside its text: images, which are types.Picture, and videos."""
 
 from __future__ import annotations
 
@@ -6,28 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
-
-@dataclass(frozen=True)
-class Picture:
-    """An encoded image (PNG, JPEG, ...): its bytes, or the file that has them."""
-
-    source: bytes | Path
-
-    @property
-    def encoded(self) -> bytes:
-        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
-
-    @cached_property
-    def digest(self) -> str:
-        """The first 128 bits of the encoded image's BLAKE2b hash, in hexadecimal digits."""
-        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
-
-    def __str__(self) -> str:
-        if isinstance(self.source, bytes):
-            return f"an image of {len(self.source)} bytes"
-        return f"'{self.source}'"
+from spmdrl.types import Picture
 
 
 @dataclass(frozen=True)
@@ -66,10 +46,3 @@ class Video:
 
 
 Visual = Picture | Video  # what a prompt may show
-
-
-class PlacedImage(NamedTuple):
-    """An image that a sequence shows."""
-
-    first: int  # the token of the sequence where its tokens begin
-    picture: Picture
