@@ -1,4 +1,4 @@
-"""What a prompt shows beside its text: images, which are types.Picture, and videos."""
+"""The images and videos that a prompt shows beside its text. An image is a types.Picture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Video:
 
     @property
     def encoded(self) -> bytes:
-        """The file; of frames the first one."""
+        """Returns the bytes of its file; of frames those of the first."""
         if isinstance(self.source, tuple):
             return self.source[0].encoded
         return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
