@@ -24,11 +24,15 @@ def there_is_one(form: str) -> bool:
 
 
 def left() -> list[psutil.Process]:
-    """Processes of any sandbox, found by what their Python was told to run."""
-    found = []
+    """Processes of any sandbox, found by what their Python was told to run. Those that another
+    worker of pytest-xdist has started, which runs another file at the same time, are left out."""
+    found, me = [], psutil.Process()
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    others = {*me.parent().children()} - {me} if is_worker else set()
     for process in psutil.process_iter():
         try:
-            if sandbox.BOOT in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            is_one = sandbox.BOOT in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+            if is_one and others.isdisjoint(process.parents()):
                 found.append(process)
         except psutil.Error:
             continue

@@ -15,6 +15,7 @@ import select
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,14 +25,16 @@ from typing import Any
 
 from spmdrl.config import ConfigError
 from spmdrl.rewards.sandbox import seccomp
-from spmdrl.rewards.sandbox.limits import MOST_FILES, descendants, over_limits
+from spmdrl.rewards.sandbox.limits import MOST_FILES, over_limits
 from spmdrl.rewards.sandbox.sandbox import (
+    FIRST_USER,
     NOBODY,
     TICK_S,
     Limits,
     SandboxError,
     Status,
     end,
+    is_real_root,
     is_weak,
     lesser_user,
 )
@@ -40,11 +43,16 @@ USUAL = Limits(wall_s=20.0, cpu_s=60.0, memory_mib=2048, processes=64, file_mib=
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs")
 HOME = "/home/terminal"  # the trainer's Python may be in /root
-PASSWD = f"root:x:0:0:root:{HOME}:/bin/bash\n".encode()
+PASSWD = "root:x:0:0:root:{home}:/bin/bash\nterminal:x:{user}:{user}::{home}:/bin/bash\n"
 DISK_S = 0.5  # between two looks at the size of the folder
+OWN_PROCESSES = 2  # bubblewrap's init, and the bash that becomes the command
+# What the kernel lets a command have beyond limits.processes, which looks at /proc hold it to: a
+# command that is over shall be ended with that status, and not go on with forks that fail.
+SPARE_PROCESSES = 64
 # says a word that the command does not know, sets limits and becomes the command
 LIMITED = """\
-echo "$1"; ulimit -f "$2" -t "$3" -v "$4" -c 0; cd "$5" || exit; exec /bin/bash -c "$6" bash"""
+echo "$1"; ulimit -f "$2" -t "$3" -v "$4" -u "$5" -c 0; cd "$6" || exit
+exec /bin/bash -c "$7" bash"""
 
 Mount = tuple[str, str]  # a folder of the machine, and where it is in there
 
@@ -68,7 +76,8 @@ def run_shell(
     all its processes together, cpu_s and address space for each. Raises SandboxError where there is
     no sandbox.
     """
-    bounds = [limits.file_mib << 10, int(limits.cpu_s) or 1, limits.memory_mib << 10]
+    bounds = [limits.file_mib << 10, int(limits.cpu_s) or 1, limits.memory_mib << 10,
+              limits.processes + OWN_PROCESSES + SPARE_PROCESSES]  # fmt: skip
     begins = secrets.token_hex(8)
     shell = ["/bin/bash", "-c", LIMITED, "bash", begins, *map(str, bounds), cwd, command]
     with bubblewrapped(writable, read_only, shell) as process:
@@ -91,11 +100,15 @@ class bubblewrapped:
         self.command = command
 
     def __enter__(self) -> subprocess.Popen[bytes]:
-        files = [in_memory("filter", seccomp.program(terminal=True)), in_memory("passwd", PASSWD)]
+        user = self.user()
+        passwd = PASSWD.format(home=HOME, user=user or NOBODY).encode()
+        files = [in_memory("filter", seccomp.program(terminal=True)), in_memory("passwd", passwd)]
+        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user else []
         try:
             wrapped = [
-                *base(), "--seccomp", str(files[0]), "--ro-bind-data", str(files[1]), "/etc/passwd",
-                *self.mounts, *pythons(), "--remount-ro", "/", "--", *self.command,
+                *base(), "--seccomp", str(files[0]), "--perms", "0644", "--ro-bind-data",
+                str(files[1]), "/etc/passwd", *self.mounts, *pythons(), "--remount-ro", "/", "--",
+                *become, *self.command,
             ]  # fmt: skip
             given: dict[str, Any] = {
                 "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
@@ -110,6 +123,15 @@ class bubblewrapped:
     def __exit__(self, *_: object) -> None:
         end(self.process)
 
+    def user(self) -> int:
+        """The user that a command becomes where we are root of the machine, whose processes no
+        limit of the kernel counts: the owner of the first folder, see own_by_sandbox, or one of the
+        call's own. 0: it stays whoever it is."""
+        if not is_real_root():
+            return 0
+        owner = os.stat(self.mounts[1]).st_uid if self.mounts else 0
+        return owner or FIRST_USER + threading.get_native_id()
+
 
 def in_memory(name: str, content: bytes) -> int:
     """Returns the descriptor of a file that has this content."""
@@ -121,16 +143,25 @@ def in_memory(name: str, content: bytes) -> int:
 
 @functools.cache
 def base() -> tuple[str, ...]:
-    """Returns the part of the command that is the same in every call. It is root of a user
-    namespace, without any capability: files that we own are its own."""
+    """Returns the part of the command that is the same in every call.
+
+    It is root of a user namespace, without any capability: files that we own are its own. Real root
+    has no user namespace and becomes another user, as with the sandbox of rewards.
+    """
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("no program 'bwrap' in PATH")
     command = [
-        program, "--unshare-user", "--uid", "0", "--gid", "0", "--unshare-ipc", "--unshare-pid",
-        "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "terminal",
-        "--die-with-parent", "--new-session", "--cap-drop", "ALL",
+        program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
+        "--unshare-cgroup-try", "--hostname", "terminal", "--die-with-parent", "--new-session",
+        "--cap-drop", "ALL",
     ]  # fmt: skip
+    if is_real_root():
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        for folder in ancestors():
+            command += ["--perms", "0755", "--dir", folder]  # bubblewrap's own are root's alone
+    else:
+        command += ["--unshare-user", "--uid", "0", "--gid", "0"]
     for place in (*SYSTEM, *SETTINGS):
         if os.path.islink(place):
             command += ["--symlink", os.readlink(place), place]
@@ -143,8 +174,18 @@ def base() -> tuple[str, ...]:
 
 def pythons() -> list[str]:
     """Returns what shows the trainer's Python, on top of what is mounted where it is."""
-    places = sorted({os.path.realpath(p) for p in (sys.prefix, sys.base_prefix)} - {"/usr"})
-    return [part for place in places for part in ("--ro-bind", place, place)]
+    return [part for place in homes_of_python() for part in ("--ro-bind", place, place)]
+
+
+def homes_of_python() -> list[str]:
+    return sorted({os.path.realpath(p) for p in (sys.prefix, sys.base_prefix)} - {"/usr"})
+
+
+def ancestors() -> list[str]:
+    """Returns the folders above what is mounted, parents first."""
+    places = [*homes_of_python(), *SETTINGS, "/dev/null", HOME]
+    found = {str(folder) for place in places for folder in Path(place).parents}
+    return sorted(folder for folder in found if not folder.startswith(("/usr", "/lib", "/bin")))
 
 
 def environment() -> dict[str, str]:
@@ -166,9 +207,9 @@ def watched(
     while process.poll() is None:
         if select.select([out], [], [], TICK_S)[0]:
             said.read(out)
-        status = over_limits(process.pid, limits.memory_mib, True)
-        if status is None and len(descendants(process.pid)) > limits.processes + 2:
-            return said.bytes(), "processes"
+        status: Status | None = over_limits(
+            process.pid, limits.memory_mib, True, limits.processes + OWN_PROCESSES
+        )
         if status is None and time.monotonic() > sizes_at:
             sizes_at = time.monotonic() + DISK_S
             status = "disk" if any(too_large(f, limits.file_mib) for f in folders) else None
@@ -217,11 +258,16 @@ def too_large(folder: str, most_mib: int) -> bool:
 
 
 def own_by_sandbox(folder: Path) -> None:
-    """Gives files to the user that the sandbox runs as, where that is not us."""
-    if not lesser_user():
+    """Gives files to the user that the sandbox runs as, where that is not us: a user of the
+    folder's own where we are root of the machine."""
+    if is_real_root():
+        user = FIRST_USER + folder.stat().st_ino % FIRST_USER
+    elif lesser_user():
+        user = NOBODY
+    else:
         return
     for path in (folder, *folder.rglob("*")):
-        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        os.chown(path, user, user, follow_symlinks=False)
 
 
 def check() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,15 @@ from spmdrl.environments import terminal
 from spmdrl.environments.episodes import write_rows
 from spmdrl.environments.harbor import Terminal, task_reward, task_rows, verdict_of
 from spmdrl.environments.task_folders import all_folders
-from spmdrl.environments.terminal import USUAL, run_shell
+from spmdrl.environments.terminal import (
+    OWN_PROCESSES,
+    SPARE_PROCESSES,
+    USUAL,
+    own_by_sandbox,
+    run_shell,
+)
 from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rewards.sandbox.limits import descendants
 from spmdrl.rollout.multi_turn.tools import Toolbox
 from spmdrl.types import Prompt, Sample
 
@@ -128,7 +136,6 @@ def test_two_tasks_are_solved_and_scored(rows: Any, talk: Any, tokenizer: Any) -
     [
         ("echo a; sleep 9", "time", "a\n"),
         ("sleep 9 & echo b", "ok", "b\n"),
-        ("f() { f & f & }; f; sleep 9", "processes", ""),
         ("for i in 1 2 3 4; do head -c 5000000 /dev/zero > $i; done; sleep 9", "disk", ""),
         ("ls /etc/shadow /home /proc; touch /usr/x", "ok", None),
         ("python -c \"import socket; socket.create_connection(('1.1.1.1', 80), 1)\"", "ok", None),
@@ -139,6 +146,7 @@ def test_two_tasks_are_solved_and_scored(rows: Any, talk: Any, tokenizer: Any) -
 def test_a_command_is_shut_in(tmp_path: Path, command: str, status: str, output: str) -> None:
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "work").mkdir()
+    own_by_sandbox(tmp_path / "work")
     wall_s = 2 if status == "time" else 30  # a busy machine is slow to write
     limits = replace(USUAL, wall_s=wall_s, file_mib=16, output_kib=4, processes=20)
     result = run_shell(command, [(str(tmp_path / "work"), "/app")], "/app", limits)
@@ -149,6 +157,28 @@ def test_a_command_is_shut_in(tmp_path: Path, command: str, status: str, output:
         assert len(result.output) < 5000 and "bytes left out" in result.output
     else:
         assert result.exit_code != 0 and "secret\n" not in result.output
+
+
+def test_commands_that_multiply_are_held_by_the_kernel() -> None:
+    """Looks at /proc alone are too slow: these processes double every few milliseconds."""
+    limits, ended, seen = replace(USUAL, processes=20), threading.Event(), [0]
+    others = set(descendants(os.getpid()))
+
+    def count() -> None:
+        while not ended.is_set():
+            seen.append(len(set(descendants(os.getpid(), 2000)) - others))
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    try:
+        result = run_shell("f() { f & f & }; f; sleep 9", [], "/", limits)
+    finally:
+        ended.set()
+        counting.join()
+    assert result.status == "processes"
+    most = limits.processes + OWN_PROCESSES + SPARE_PROCESSES
+    # a count takes a while, in which some end and others begin: it sees more than there ever are
+    assert 3 < max(seen) < 2 * most
 
 
 def test_what_tests_write_is_read_with_care() -> None:

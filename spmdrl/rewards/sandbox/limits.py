@@ -14,9 +14,16 @@ from typing import Literal
 MOST_FILES = 10_000  # in the working directory: file names cost memory that no size limit counts
 
 
-def over_limits(pid: int, memory_mib: int, weak: bool) -> Literal["memory", "disk"] | None:
-    """Whether the processes of a sandbox hold too much memory, or its folder too many files."""
-    below, total_kib = descendants(pid), 0
+def over_limits(
+    pid: int, memory_mib: int, weak: bool, most: int | None = None
+) -> Literal["memory", "disk", "processes"] | None:
+    """Whether the processes of a sandbox hold too much memory, or its folder too many files, or
+    they are more than `most`. Processes that multiply would outrun a look at each of them, so that
+    they are counted first, and no further than that.
+    """
+    below, total_kib = descendants(pid, most), 0
+    if most is not None and len(below) > most:
+        return "processes"
     for each in below:
         with suppress(OSError):  # it has ended meanwhile
             total_kib += memory_kib(each)
@@ -40,10 +47,15 @@ def memory_kib(pid: int) -> int:
     return sum(int(fields.get(f, "0").split()[0]) for f in ("RssAnon", "RssShmem", "VmSwap"))
 
 
-def descendants(pid: int) -> list[int]:
-    """Parents before children. What lost its parent in there belongs to the sandbox's init."""
+def descendants(pid: int, most: int | None = None) -> list[int]:
+    """Parents before children. What lost its parent in there belongs to the sandbox's init.
+
+    most: the look ends once more than these are found.
+    """
     found = children(pid)
     for each in found:  # which grows
+        if most is not None and len(found) > most:
+            break
         found += children(each)
     return found
 

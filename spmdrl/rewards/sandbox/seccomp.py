@@ -73,7 +73,7 @@ TERMINAL = {
     "sched_get_priority_min": 147, "sync": 162, "sched_setaffinity": 203, "timer_create": 222,
     "timer_settime": 223, "timer_gettime": 224, "timer_delete": 226, "splice": 275, "tee": 276,
     "timerfd_create": 283, "timerfd_settime": 286, "timerfd_gettime": 287, "signalfd4": 289,
-    "syncfs": 306, "futimesat": 261,
+    "syncfs": 306, "futimesat": 261, "capget": 125, "capset": 126,
 }  # fmt: skip
 
 MMAP, IOCTL, SOCKET, SOCKETPAIR, CLONE = 9, 16, 41, 53, 56
@@ -88,6 +88,7 @@ IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # F_DUPFD .. F_SETLKW, F_OFD_*, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: no F_SETOWN, which sends signals
 FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
 PRCTLS = (1, 2, 3, 4, 15, 16, 39)  # death signal, dumpable, name, no_new_privs (to read)
+KEEPCAPS = 8  # of setpriv; what it becomes has no capability left that it could keep
 FAMILIES = (1, 2, 10)  # of sockets of a terminal: AF_UNIX, AF_INET, AF_INET6
 UNIX, STREAM_KINDS = 1, (1, 1 | 0o4000, 1 | 0o2000000, 1 | 0o2004000)
 
@@ -119,6 +120,7 @@ def program(read_only: bool = False, terminal: bool = False) -> bytes:
     rules = conditions(read_only)
     if terminal:
         rules[SOCKET] = one_of(0, FAMILIES)
+        rules[PRCTL] = one_of(0, (*PRCTLS, KEEPCAPS))
     for number, tests in rules.items():
         code += when(number, tests)
     code.append((RETURN, 0, 0, FAIL | EPERM))
