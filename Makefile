@@ -45,7 +45,7 @@ lint: .venv  ## ruff, ruff format and mypy
 check: .venv  ## lint, and the tests that start no ranks and no engine: 4 to 6 minutes
 	@$(LINT_BESIDE); \
 	$(BIN)/python -m pytest $(TWO) \
-		-m "not ranks and not vllm and not megatron and not sandbox and not compiles and not clock" \
+		-m "not ranks and not vllm and not engine and not megatron and not sandbox and not compiles and not clock" \
 		|| failed=1; \
 	$(LINT_ENDS); exit $$failed
 

@@ -56,7 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     a long file left when the other has ended."""
 
     def place(marks: set[str]) -> int:
-        return 0 if "ranks" in marks else 1 if marks & {"vllm", "megatron", "compiles"} else 2
+        long = {"vllm", "engine", "megatron", "compiles"}
+        return 0 if "ranks" in marks else 1 if marks & long else 2
 
     marks: dict[Path, set[str]] = {}
     for item in items:

@@ -190,6 +190,7 @@ def test_bfloat16_and_greedy_answers(
     engine.shutdown()
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("experts", [False, True])
 def test_the_transformers_engine_gives_the_trainers_bits(
     qwen3: Path, experts: bool, topology: Topology, tmp_path: Path

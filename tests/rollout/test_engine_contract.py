@@ -43,6 +43,8 @@ from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.rollout.seeds import seed_of
 from spmdrl.types import Prompt
 
+pytestmark = pytest.mark.engine
+
 # 80 MiB for each of the two layers. glibc keeps a freed block of up to 32 MiB for the process, so
 # with a smaller cache the process would not always shrink when the engine sleeps.
 CONFIG = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=160)

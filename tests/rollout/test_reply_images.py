@@ -208,6 +208,7 @@ def sampled(engine: Any, vision: Any, tokenizer: Any) -> list[Sample]:
     return as_samples(questions, answers, tokenizer)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", [pytest.param("vllm", marks=pytest.mark.vllm), "hf"])
 def test_engine_trainer_and_transformers_see_the_same_conversation(
     model: str, tokenizer: Any, topology: Topology, name: str

@@ -62,6 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_qwen_vl(tmp_path_factory.mktemp("models") / "model"))
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", [pytest.param("vllm", marks=pytest.mark.vllm), "hf"])
 def test_images_of_agents_are_sampled_and_trained_on_as_one_conversation(
     model: str, topology: Topology, tmp_path: Path, name: str

@@ -61,6 +61,8 @@ CONFIG = PpoConfig(
 
 PARAMS = training_params(CONFIG.rollout)
 
+pytestmark = pytest.mark.engine
+
 
 @dataclass
 class Round:
