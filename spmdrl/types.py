@@ -194,6 +194,9 @@ class Batch:
     # (num_seqs, num_keys) float64: the rewards that gdpo's reward_keys name, in their order
     reward_components: Tensor
     policy_version: Tensor  # (num_tokens,) int64, as of a Sample; 0 on prompts
+    # (num_seqs,) int64, with actor.lora.by_source: which adapter each is of, by its place in
+    # LoraConfig.names
+    adapters: Tensor | None = None
     # (num_tokens,) float64, with rewards.per_turn: what `rewards` has of a turn, at its last token
     turn_rewards: Tensor | None = None
     old_logprobs: Tensor | None = None  # (num_tokens,) float32
@@ -285,7 +288,7 @@ class PolicyStats(NamedTuple):
 
 SEQ_FIELDS = frozenset({
     "groups", "indices", "prompts", "rewards", "valid", "greedy_rewards", "reward_components",
-    "ref_sums",
+    "ref_sums", "adapters",
 })  # fmt: skip
 TOKEN_FIELDS = frozenset(f.name for f in fields(Batch)) - SEQ_FIELDS - {"cu_seqlens"}
 

@@ -168,15 +168,18 @@ def rollout_difference(actor: Any, ranks: Any, rollout: Any) -> float:
 
 def rollout_gaps(
     actor: Any, ranks: Any, rollout: Any, prompts: Sequence[Prompt] = (),
-    images: BatchImages | None = None,
+    images: BatchImages | None = None, num_adapters: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """How far the engine's logprob of each sampled token is from the trainer's. Every engine
-    answers the same. prompts: with images, to be answered instead of random ones.
+    answers the same. prompts: with images, to be answered instead of random ones. num_adapters: of
+    an actor with several, which answer in turns.
     """
     asked = [prompts[i % len(prompts)] for i in range(24)] if prompts else []
     plain = [Request(p.token_ids, 7**i % 2**63, images=p.images) for i, p in enumerate(asked)]
     requests = plain or some_requests(24)
     requests = [replace(r, max_tokens=2 + i % 11) for i, r in enumerate(requests)]
+    if num_adapters:
+        requests = [replace(r, adapter=i % num_adapters) for i, r in enumerate(requests)]
     answers = rollout.generate(requests, SamplingParams(temperature=1.0, max_tokens=12))
     both = list(zip(requests, answers, strict=True))
     batch = empty_batch(torch.tensor([len(r.prompt_ids) + len(a.token_ids) for r, a in both]))
@@ -186,6 +189,8 @@ def rollout_gaps(
     batch.loss_mask = (batch.rollout_logprobs != 0).float()
     if prompts:
         batch.prompts = torch.tensor([prompt.id for prompt in asked])
+    if num_adapters:
+        batch.adapters = torch.tensor([r.adapter for r in requests])
     assert batch.loss_mask.sum() > 100
     batch = on_data_ranks(ranks, batch)
     away = actor.logprobs(batch, 1.0, images=images).logprobs - batch.rollout_logprobs

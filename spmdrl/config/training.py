@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,6 +54,15 @@ class LoraConfig:
     # of fsdp: W of the layers with an adapter in 4 bits (QLoRA), through bitsandbytes; None: as the
     # role's dtype says
     quantization: Literal["nf4"] | None = None
+    # of fsdp, of the actor: several adapters that are trained in one run: data_source -> the name
+    # of the adapter that answers its prompts and learns from them; "*": of all other sources.
+    # Empty: there is one adapter. docs/source_adapters.md
+    by_source: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of several adapters, sorted; () where there is one."""
+        return tuple(sorted(set(self.by_source.values())))
 
 
 @dataclass(frozen=True)

@@ -113,15 +113,18 @@ def check_folders(checkpoint: Path, out: Path, reads_all: bool = True) -> None:
 
 
 def export_adapter(checkpoint: Path, out: Path, base: str, ema: bool = False) -> None:
-    """Raises ConfigError as `export` does, and where the checkpoint has no adapters."""
+    """Several adapters are written to out/<name> each. Raises ConfigError as `export` does, and
+    where the checkpoint has no adapters.
+    """
     check_folders(checkpoint, out)
     saved = read_base(Path(checkpoint, "actor"))
     if saved is None:
         raise ConfigError(f"--adapter: {checkpoint} holds a whole model, no adapters")
     read = reader_of(Path(checkpoint, "actor"), ema)
-    tensors = with_magnitudes(adapter_tensors(read, saved), saved, base)
     named, stacks = base or saved["model"], saved.get("stacks", [])
-    write_adapter(out, tensors, lora_of(saved), saved["layers"], named, stacks)
+    for name in saved.get("adapters") or [""]:
+        tensors = with_magnitudes(adapter_tensors(read, saved, name), saved, base)
+        write_adapter(out / name, tensors, lora_of(saved), saved["layers"], named, stacks)
 
 
 # ---- what is read

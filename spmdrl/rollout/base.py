@@ -58,6 +58,7 @@ class Request:
     images: Sequence[Visual] = ()  # of the prompt; those of replies are in `replies`
     placed_images: Sequence[PlacedImage] = ()  # of an agent's conversation: in prompt_ids
     home: int | None = None  # the number of the engine where its agent runs; None: it has none yet
+    adapter: int = 0  # with actor.lora.by_source: which answers, by its place in LoraConfig.names
     # as Completion.routed_experts
     routed_experts: np.ndarray | None = field(default=None, compare=False)
     # as Completion.support_ids

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spmdrl.config import PpoConfig, RolloutConfig, support_width
+from spmdrl.config import LoraConfig, PpoConfig, RolloutConfig, support_width
+from spmdrl.data.source_adapters import adapter_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.agents.pool import AgentPool, AgentTask
 from spmdrl.rollout.agents.samples import trajectory_sample
@@ -96,6 +97,7 @@ def sample_questions(
     dialogue: Dialogue | None = None,
     by_agents: bool = False,
     agents: AgentPool | None = None,
+    lora: LoraConfig | None = None,
     enough: int | None = None,
     until: Callable[[], bool] | None = None,
     **hooks: Any,
@@ -108,9 +110,10 @@ def sample_questions(
     questions of this round are answered, so one that an earlier round had partly answered needs
     only the rest. until: may end the round before, see Scheduler.run. dialogue: on leaders, where
     an answer may have several turns. by_agents: whether agents make the samples; agents: on
-    leaders, those of the engine. hooks: see Scheduler.run.
+    leaders, those of the engine. lora: the actor's, which says whose adapter answers. hooks: see
+    Scheduler.run.
     """
-    requests = [as_request(question, by_agents) for question in questions]
+    requests = [as_request(question, by_agents, lora) for question in questions]
     stop_condition = StopCondition([question.group for question in questions], enough)
     reply_handler: ReplyHandler | None = None
     if dialogue is not None:
@@ -151,12 +154,15 @@ def homes_of(
     return [None if number < 0 else number for number in numbers.tolist()]
 
 
-def as_request(question: SampleRequest, by_agent: bool = False) -> Request:
+def as_request(
+    question: SampleRequest, by_agent: bool = False, lora: LoraConfig | None = None
+) -> Request:
     """by_agent: the request stands for a trajectory, whose agent asks; it enters no engine."""
     prompt = question.prompt
     if by_agent:
         return Request(prompt.token_ids, question.seed, awaits_reply=True, home=question.home)
-    request = Request(prompt.token_ids, question.seed, images=prompt.images)
+    adapter = adapter_of(lora, prompt.data_source)
+    request = Request(prompt.token_ids, question.seed, images=prompt.images, adapter=adapter)
     return request if question.begun is None else resume(request, question.begun)
 
 

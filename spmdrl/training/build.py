@@ -20,6 +20,7 @@ from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.prompt_sampler import PromptSampler
 from spmdrl.data.prompt_stats import is_tracked
 from spmdrl.data.prompts import PromptDataset
+from spmdrl.data.source_adapters import adapter_routes_of, check_adapter_sources
 from spmdrl.distributed.agreement import broadcast_from_first
 from spmdrl.distributed.placement import (
     TEACHERS,
@@ -257,6 +258,7 @@ def build_roles(
         routing=routing_of(load_hf_config(config.model)) if replays else None,
         reply_images=images if shows_more_images(config) else None,
         hints=hints_of(prompts, images), routes=routes_of(config, prompts),
+        adapter_routes=adapter_routes_of(config.actor.lora, prompts.data_source),
         teachers={name: each for name, each in trainers.items() if name.startswith(TEACHERS)},
     )  # fmt: skip
 
@@ -334,6 +336,7 @@ def load_train(config: PpoConfig, tokenizer: Any, topology: Topology) -> PromptD
         config.data.train, config, tokenizer, topology, "", tracked, longest, hinted=True
     )  # fmt: skip
     check_sources(config, dataset.data_sources)
+    check_adapter_sources(config.actor.lora, dataset.data_sources, trained=True)
     return dataset
 
 
@@ -358,11 +361,13 @@ def load_dataset(
     data, hf = prompts_of(config), load_hf_config(config.model)
     vision = ImageProcessor.load(config.model, hf, data)
     reward = rewards_of(config)
-    return PromptDataset.load(
+    dataset = PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
         needs_truth(reward), truth_checker(reward), vision, benchmark, takes_truth(reward), sampler,
         demonstration_tokens, hinted,
     )  # fmt: skip
+    check_adapter_sources(config.actor.lora, dataset.data_sources)
+    return dataset
 
 
 def build_trainers(

@@ -199,7 +199,7 @@ def participants(roles: EvalContext) -> dict[str, Any]:
     return {
         "tokenizer": roles.tokenizer, "dialogue": roles.sampler.dialogue,
         "by_agents": roles.config.agent is not None, "agents": roles.sampler.agents,
-        "between_bursts": roles.phases.still_going,
+        "between_bursts": roles.phases.still_going, "lora": roles.config.actor.lora,
     }  # fmt: skip
 
 

@@ -125,6 +125,9 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     for trainer in roles.trainers:  # ranks that help others with their sequences have none
         if trainer.here and trainer.ranks not in batches:
             batches[trainer.ranks] = empty_batches(roles, trainer, assignment.num_mini_batches)
+    if roles.adapter_routes is not None and roles.actor.here:
+        for batch in batches[roles.actor.ranks]:
+            batch.adapters = roles.adapter_routes.of(batch.prompts)
     metrics, recorder = dict(step_info["metrics"]), recorder_of(roles.config, assignment)
     return TrainBatches(assignment, batches, metrics, step_info, recorder)
 

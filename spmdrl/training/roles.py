@@ -10,6 +10,7 @@ from typing import Any
 from spmdrl.config import PpoConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.data.routing import Routing
+from spmdrl.data.source_adapters import AdapterRoutes
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.placement import Ranks, saved_roles
 from spmdrl.distributed.progress import PROGRESS
@@ -122,6 +123,7 @@ class Roles:
     reply_images: BatchImages | None = None  # where tools or an environment may show images
     hints: HintedPrompts | None = None  # where the teacher sees hints
     routes: TeacherRoutes | None = None  # where there are several teachers
+    adapter_routes: AdapterRoutes | None = None  # where the actor has several adapters
 
     @property
     def sleeps(self) -> bool:

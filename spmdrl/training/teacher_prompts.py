@@ -20,6 +20,7 @@ from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.data.packing import empty_batch
 from spmdrl.data.prompts import PromptDataset
+from spmdrl.data.source_adapters import AdapterRoutes, adapter_routes_of
 from spmdrl.distributed.placement import TEACHERS
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.multi_turn.reply_encoder import prompts_of
@@ -122,18 +123,21 @@ def hints_of(prompts: PromptDataset, images: BatchImages | None) -> HintedPrompt
 
 def load_again(
     config: PpoConfig, tokenizer: Any, topology: Topology
-) -> tuple[HintedPrompts | None, TeacherRoutes | None]:
-    """Reads the prompts of a run again, where its teachers ask for more than kept samples have.
+) -> tuple[HintedPrompts | None, TeacherRoutes | None, AdapterRoutes | None]:
+    """Reads the prompts of a run again, where its teachers or its adapters ask for more than kept
+    samples have.
 
     For a replay of its steps, which asks for no rewards and shows no images. Collective.
     """
-    if config.data.hint_key is None and not config.teachers:
-        return None, None
+    lora = config.actor.lora
+    if config.data.hint_key is None and not config.teachers and not (lora and lora.by_source):
+        return None, None, None
     prompts = PromptDataset.load(
         config.data.train, tokenizer, prompts_of(config), topology, hinted=True,
         needs_truth=lambda source: False, takes_truth=lambda source: False,
     )  # fmt: skip
-    return hints_of(prompts, images=None), routes_of(config, prompts)
+    adapters = adapter_routes_of(lora, prompts.data_source)
+    return hints_of(prompts, images=None), routes_of(config, prompts), adapters
 
 
 def with_hints(batch: Batch, pair: Callable[[int], tuple[Prompt, Prompt]]) -> HintedBatch:
@@ -165,7 +169,7 @@ def with_hints(batch: Batch, pair: Callable[[int], tuple[Prompt, Prompt]]) -> Hi
     )  # fmt: skip
     there, here = torch.cat(places), torch.cat(own_places)
     found.token_ids = torch.cat(tokens)
-    for name in ("groups", "indices", "prompts", "valid"):
+    for name in ("groups", "indices", "prompts", "valid", "adapters"):
         setattr(found, name, getattr(batch, name))
     found.loss_mask[there] = batch.loss_mask[here]
     if found.reply_images is not None and batch.reply_images is not None:

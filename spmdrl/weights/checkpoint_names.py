@@ -11,6 +11,7 @@ themselves, and so do vLLM's loader and engine megatron: that is how weights are
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,8 +31,32 @@ ADAPTER = (".lora_A.weight", ".lora_B.weight")  # after the name of a layer
 STACKED = ("experts.gate_up_proj", "experts.down_proj")  # all experts' in one
 
 
+# the same of one of several adapters, <layer>.lora_A.<name>.weight
+OF_NAMED = re.compile(r"^(.+)\.lora_([AB])(?:\.([^.]+))?\.weight$")
+
+
+class AdapterPart(NamedTuple):
+    """What the name of an adapter's weight says."""
+
+    layer: str
+    kind: str  # "A" | "B"
+    adapter: str  # "" where there are not several
+
+
+def adapter_parts(adapter: str = "") -> tuple[str, str]:
+    """Returns what follows on a layer's name in those of A and B of an adapter."""
+    within = f".{adapter}" if adapter else ""
+    return f".lora_A{within}.weight", f".lora_B{within}.weight"
+
+
+def adapter_part(name: str) -> AdapterPart | None:
+    """Reads the name of an adapter's weight; None of another weight."""
+    found = OF_NAMED.match(name)
+    return None if found is None else AdapterPart(found[1], found[2], found[3] or "")
+
+
 def is_adapter(name: str) -> bool:
-    return name.endswith(ADAPTER)
+    return adapter_part(name) is not None
 
 
 class SubTensor(NamedTuple):

@@ -132,7 +132,7 @@ def test_vllm_still_schedules_and_steps_requests_as_we_drive_it(engine: VllmEngi
 
     assert not compat.has_work(engine.core) and compat.num_running(engine.core) == 0
     params = VllmSamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, logprobs=0)
-    asked = compat.engine_request(900, [5, 6, 7], params, engine.slots and engine.slots.request)
+    asked = compat.engine_request(900, [5, 6, 7], params, engine.slots and engine.slots.requests[0])
     assert (asked.request_id, asked.prompt_token_ids) == ("900", [5, 6, 7])
     engine.noise.seeds["900"] = 1
     compat.add_request(engine.core, asked)

@@ -19,9 +19,12 @@ def turn_adapter(layer: Any, off: bool) -> None:
     layer._disable_adapters = off
 
 
-def set_variant(layer: Any, compute: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
-    """Has a LoraLayer, its adapter being on, return compute(layer, x, W x + bias) in place of
-    W x + bias + scale B A x. Writes its lora_variant, which peft calls likely to change.
+def set_variant(
+    layer: Any, compute: Callable[[Any, Tensor, Tensor], Tensor], adapter: str = "default"
+) -> None:
+    """Has a LoraLayer, its adapter being on, return compute(layer, x, y) in place of
+    y + scale B A x, where y is W x + bias and what earlier adapters of the layer have added. Writes
+    its lora_variant, which peft calls likely to change.
     """
 
     class Variant:
@@ -31,7 +34,7 @@ def set_variant(layer: Any, compute: Callable[[Any, Tensor, Tensor], Tensor]) ->
         ) -> Tensor:
             return compute(module, x, result)
 
-    layer.lora_variant["default"] = Variant
+    layer.lora_variant[adapter] = Variant
 
 
 def liger_model_types() -> set[str]:

@@ -33,7 +33,7 @@ from spmdrl.engines.fsdp.hosted_policy import HostedPolicy
 from spmdrl.engines.fsdp.inputs import ModelInputs, image_inputs
 from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.lora import Adapters, adapters_off, add_adapters
-from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base, fill_module, save_adapter
+from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base, fill_module, save_adapters
 from spmdrl.engines.fsdp.model import HEADS, TokenPolicy, decoder_layers, require_given
 from spmdrl.engines.fsdp.model_files import files_beside_weights
 from spmdrl.engines.fsdp.muon import hidden_matrices
@@ -51,7 +51,6 @@ from spmdrl.engines.fsdp.sharded_loading import (
 )
 from spmdrl.engines.fsdp.sharding import (
     all_passes,
-    clip_gradients,
     divides_experts,
     gathers_once,
     layers_resharded,
@@ -59,6 +58,7 @@ from spmdrl.engines.fsdp.sharding import (
     set_replica_sync,
     shard,
 )
+from spmdrl.engines.fsdp.source_adapters import clip_each, loss_tokens
 from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.engines.fsdp.ulysses import (
     SequenceParallelGroup,
@@ -142,6 +142,7 @@ class FsdpEngine:
                 hf, model, config, self.parts, on_first and topology.rank == 0,
                 layers.on_fast_cpu(config, topology.device),
             )  # fmt: skip
+        self.tokens = self.adapters.tokens if self.adapters is not None else None
         full_weights = dict(self.module.state_dict()) if on_first and topology.rank == 0 else {}
         if not frozen:
             use_checkpointing(hf, checkpointing_of(config, topology.device.type == "cuda"))
@@ -196,7 +197,7 @@ class FsdpEngine:
         # sharding is the program's: what it gathers when is not changed here
         engine.gathers_once = engine.keeps_gathered = engine.in_pairs = False
         engine.offloaded, engine.aux_loss = nullcontext(), RouterAuxLoss(host.hf, 0.0, None)
-        engine.driven, engine.loss_scale = host.driven, host.loss_scale
+        engine.driven, engine.loss_scale, engine.tokens = host.driven, host.loss_scale, None
         engine.trained, engine.optimizer = host.trained, host.optimizer
         engine.average, engine.num_updates, engine.copies = {}, 0, None
         return engine
@@ -259,9 +260,9 @@ class FsdpEngine:
     ) -> dict[str, float]:
         assert self.optimizer is not None, "a frozen engine is not trained"
         group = self.topology.group
-        num_tokens = batch.loss_mask.sum(dtype=torch.float64)
+        num_tokens = loss_tokens(batch, self.tokens)
         dist.all_reduce(num_tokens, group=group)
-        count = float(num_tokens)
+        count = float(num_tokens.sum())
         if count == 0:
             return {}
         parts = self.micro_batches(batch)
@@ -269,7 +270,8 @@ class FsdpEngine:
         balancing = self.aux_loss.over(batch, group)
         with self.driven(), all_passes(self.module, self.gathers_once), balancing:
             sums = self.backward(parts, loss_fn, temperature, images)
-        grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
+        most, topology = self.config.optim.clip_norm, self.topology
+        grad_norm, norms = clip_each(self.trained, self.tokens, num_tokens, most, topology)
         totals = reduce_metrics(counted_once(sums, self.team) | self.aux_loss.sums(), group)
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):
             self.optimizer.zero_grad()
@@ -283,7 +285,9 @@ class FsdpEngine:
         if self.average:
             ema.update(self.average, self.trained, self.config.ema)
         self.num_updates += 1
-        result = {"loss": totals.pop("loss_sum"), "grad_norm": float(grad_norm), "lr": lr}
+        if self.tokens is not None:
+            self.tokens.count_updates(num_tokens)
+        result = norms | {"loss": totals.pop("loss_sum"), "grad_norm": float(grad_norm), "lr": lr}
         result |= self.aux_loss.metrics(totals)
         for name, total in totals.items():
             result[name] = total if name.endswith("_max") else total / count
@@ -339,6 +343,8 @@ class FsdpEngine:
 
     def _replaying(self, inputs: ModelInputs) -> AbstractContextManager[None]:
         """Around a forward pass, and the backward pass that computes parts of it again."""
+        if self.tokens is not None and not self.without_adapters:
+            return self.tokens.of(inputs.mine.adapters, self.topology.device)
         if self.routers is None or self.without_adapters:
             return nullcontext()
         experts = inputs.mine.routed_experts
@@ -398,8 +404,7 @@ class FsdpEngine:
 
     def save_adapter(self, folder: Path) -> None:
         assert self.adapters is not None
-        named = self.adapters.unscaled_shards(dict(self.module.named_parameters()))
-        save_adapter(self.adapters, named, self.topology, folder)
+        save_adapters(self.adapters, self.module, self.topology, folder)
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         require_given(self.named_shards(merged=False), fill(self.named_shards(False), weights))
@@ -475,6 +480,8 @@ class FsdpEngine:
         if self.optimizer is not None:
             state["moments"] = self.optimizer.state_dict()
             state["num_updates"] = self.num_updates
+            if self.tokens is not None:
+                state["adapter_updates"] = dict(self.tokens.num_updates)
         if self.average:
             state["ema"] = dict(self.average)
         return state
@@ -486,5 +493,7 @@ class FsdpEngine:
         if self.optimizer is not None:  # what it keeps was loaded in place, and so was the average
             self.num_updates = state["num_updates"]
             self.optimizer.set_step(self.num_updates)
+            if self.tokens is not None:
+                self.tokens.resume(state["adapter_updates"], self.trained, self.optimizer)
         if "ema" not in state:
             ema.restart(self.average, self.trained)

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,20 @@ from spmdrl.engines.fsdp.quantized_base import (
     quantize_layers,
     send_codes,
 )
+from spmdrl.engines.fsdp.source_adapters import (
+    DEFAULT,
+    AdapterTokens,
+    add_others,
+    check_by_source,
+    in_layer,
+    names_of,
+)
 from spmdrl.hub.hf_folder import meta_model, sees_images, towers
-from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
+from spmdrl.weights.checkpoint_names import ADAPTER, Parts, adapter_parts, checkpoint_name
 from spmdrl.weights.shards import Derived, LowRank, Shards, TensorSource, shards_by_part, shards_of
 
 PEFT_PREFIX = "base_model.model."
-IN_LAYER = ("lora_A.default.weight", "lora_B.default.weight")  # peft's names of A and B
+IN_LAYER = in_layer("")  # peft's names of A and B
 
 
 @dataclass
@@ -68,6 +77,7 @@ class Adapters:
     transposed: bool  # these are (experts, in, out)
     quantized: dict[str, Nf4Linear]  # the base of each layer, where it is in 4 bits
     fingerprint: str | None  # of the base's weights; known on the topology's first rank
+    tokens: AdapterTokens | None = None  # where there are several adapters
 
     def named_shards(
         self, weights: Mapping[str, Tensor], parts: Parts, merged: bool
@@ -76,32 +86,36 @@ class Adapters:
         base = {n.replace(".base_layer.", "."): p for n, p in weights.items() if ".lora_" not in n}
         scale = scale_of(self.config)
         made_of: dict[str, TensorSource] = {}
-        for layer in self.layers:
-            a, b = (weights[f"{layer}.{name}"] for name in IN_LAYER)
+        assert not (merged and self.config.by_source), "several adapters cannot be merged"
+        for layer, name in product(self.layers, names_of(self.config)):
+            a, b = (weights[f"{layer}.{part}"] for part in in_layer(name))
             offset = weights.get(f"{layer}.{OFFSET}")
             if merged and layer in self.quantized:
                 made_of[f"{layer}.weight"] = QuantizedLowRank(self.quantized[layer], a, b, scale)
             elif merged:
                 weight = base.pop(f"{layer}.weight")
-                name = checkpoint_name(f"{layer}.weight", weight.shape, parts)
-                assert name is not None  # add_adapters
-                made_of[name] = LowRank(weight, a, b, scale, offset)
+                own = checkpoint_name(f"{layer}.weight", weight.shape, parts)
+                assert own is not None  # add_adapters
+                made_of[own] = LowRank(weight, a, b, scale, offset)
             else:
-                base[layer + ADAPTER[0]] = a
-                made_of[layer + ADAPTER[1]] = LowRank(None, a, b, scale)
+                of_a, of_b = adapter_parts(name)
+                base[layer + of_a] = a
+                made_of[layer + of_b] = LowRank(None, a, b, scale)
         for stack in self.stacks if merged else ():
             a, b = (weights[name] for name in factor_names(stack))
             made_of |= expert_parts(stack, base.pop(stack), a, b, scale, self.transposed, parts)
         return shards_by_part(base, parts) | Derived(made_of).shards()
 
-    def unscaled_shards(self, parameters: Mapping[str, Tensor]) -> dict[str, Shards]:
-        """Returns the shards of every A and B, and of DoRA's magnitudes. parameters: of the
-        engine's module, by name."""
+    def unscaled_shards(
+        self, parameters: Mapping[str, Tensor], name: str = ""
+    ) -> dict[str, Shards]:
+        """Returns the shards of every A and B of an adapter, and of DoRA's magnitudes. parameters:
+        of the engine's module, by name. name: which of several adapters."""
         found = {n.removeprefix("hf."): p for n, p in parameters.items()}
         named = {
             layer + part: shards_of(found[f"{layer}.{inner}"])
             for layer in self.layers
-            for part, inner in zip(ADAPTER, IN_LAYER, strict=True)
+            for part, inner in zip(ADAPTER, in_layer(name), strict=True)
         }
         for stack in self.stacks:
             for part, inner in zip(ADAPTER, factor_names(stack), strict=True):
@@ -144,6 +158,7 @@ class Adapters:
             "target_modules": lora.target_modules, "use_dora": lora.use_dora,
             "target_parameters": lora.target_parameters, "stacks": self.stacks,
             "transposed": self.transposed, "quantization": lora.quantization,
+            "adapters": [*lora.names],
         }  # fmt: skip
 
 
@@ -176,7 +191,9 @@ def add_adapters(
     known = fingerprint(dict(hf.named_parameters())) if full else None
     hf.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # peft draws an A of its own
-        adapt_layers(hf, layers, peft_config(replace(lora, use_dora=False), layers, model))
+        made = peft_config(replace(lora, use_dora=False), layers, model)
+        adapt_layers(hf, layers, made, names_of(lora)[0] or DEFAULT)
+        tokens = add_others(hf, layers, made, lora.names) if lora.names else None
     if lora.use_dora:
         add_offsets(hf, layers)
     add_stacks(hf, stacks, lora.rank, scale_of(lora), config.compile)
@@ -192,13 +209,15 @@ def add_adapters(
     if lora.quantization is not None:
         quantized = quantize_layers(hf, layers, dtype)
     transposed = any(hf.get_submodule(n.rpartition(".")[0]).is_transposed for n in stacks)
-    return Adapters(lora, model, config.dtype, layers, stacks, transposed, quantized, known)
+    return Adapters(
+        lora, model, config.dtype, layers, stacks, transposed, quantized, known, tokens
+    )  # fmt: skip
 
 
-def adapt_layers(hf: Any, layers: Sequence[str], config: Any) -> None:
+def adapt_layers(hf: Any, layers: Sequence[str], config: Any, adapter: str = "default") -> None:
     """Puts peft's linear layer with an adapter around each of these, which are chosen by us.
 
-    config: peft's LoraConfig.
+    config: peft's LoraConfig. adapter: its name in peft's layers.
     """
     from peft.tuners.lora import Linear
 
@@ -206,7 +225,7 @@ def adapt_layers(hf: Any, layers: Sequence[str], config: Any) -> None:
         parent, _, leaf = name.rpartition(".")
         base = hf.get_submodule(name)
         # r and lora_alpha are read from its arguments alone
-        adapted = Linear(base, "default", config, r=config.r, lora_alpha=config.lora_alpha)
+        adapted = Linear(base, adapter, config, r=config.r, lora_alpha=config.lora_alpha)
         setattr(hf.get_submodule(parent), leaf, adapted)
 
 
@@ -241,10 +260,12 @@ def initial_adapters(
     """
     given = given_tensors(lora)
     for name in layers:
-        a, b = (hf.get_submodule(name).get_parameter(part) for part in IN_LAYER)
-        values = initial_values(lora, given, name, a.shape[1], b.shape[0])
-        for part, value in zip(IN_LAYER, values, strict=True):
-            yield f"{name}.{part}", value
+        for adapter in names_of(lora):
+            own = in_layer(adapter)
+            a, b = (hf.get_submodule(name).get_parameter(part) for part in own)
+            values = initial_values(lora, given, name, a.shape[1], b.shape[0])
+            for part, value in zip(own, values, strict=True):
+                yield f"{name}.{part}", value
         if lora.use_dora:
             rows = torch.zeros(len(b)) if not given else given[PEFT_PREFIX + name + MAGNITUDE]
             yield f"{name}.{OFFSET}", rows
@@ -389,6 +410,7 @@ def check_lora(name: str, role: TrainConfig, config: PreTrainedConfig) -> None:
             raise ConfigError(f"{name}.lora.{field}={getattr(lora, field)} must be at least 1")
     check_quantization(name, role, config)
     shell = meta_model(config)
+    check_by_source(name, role, shell)
     layers, stacks = target_layers(shell, lora, role.freeze_vision), target_stacks(shell, lora)
     if lora.adapter is not None:
         check_adapter(name, lora, layers, stacks)
@@ -434,26 +456,6 @@ def check_adapter(
             f"model asks for {len(wanted)}, of which "
             f"{len(wanted - held)} are not there"
         )
-
-
-def adapted_weights(config: PreTrainedConfig, role: TrainConfig) -> list[int]:
-    """Returns how many weights each linear layer has that is given an adapter."""
-    assert role.lora is not None
-    model: Any = meta_model(config)
-    names = target_layers(model, role.lora, role.freeze_vision)
-    return [model.get_submodule(name).weight.numel() for name in names]
-
-
-def adapter_count(config: PreTrainedConfig, role: TrainConfig) -> int:
-    """Parameters of all of a role's adapters on a model."""
-    assert role.lora is not None
-    model: Any = meta_model(config)
-    names = target_layers(model, role.lora, role.freeze_vision)
-    layers = [model.get_submodule(name) for name in names]
-    pairs = sum(role.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
-    for stack in target_stacks(model, role.lora):
-        pairs += sum(math.prod(s) for s in factor_shapes(model, stack, role.lora.rank))
-    return pairs + (sum(layer.out_features for layer in layers) if role.lora.use_dora else 0)
 
 
 # ---- the fingerprint of the base

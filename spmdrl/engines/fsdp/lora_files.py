@@ -17,7 +17,6 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.dora import MAGNITUDE, OFFSET
 from spmdrl.engines.fsdp.expert_adapters import add_deltas, factor_names, peft_tensors
 from spmdrl.engines.fsdp.lora import (
-    IN_LAYER,
     PEFT_PREFIX,
     Adapters,
     checksum,
@@ -28,6 +27,7 @@ from spmdrl.engines.fsdp.lora import (
 from spmdrl.engines.fsdp.model import build_model
 from spmdrl.engines.fsdp.quantized_base import read_quantized, rounded
 from spmdrl.engines.fsdp.sharded_loading import fingerprint_of, read_shards
+from spmdrl.engines.fsdp.source_adapters import in_layer, names_of
 from spmdrl.engines.fsdp.weight_files import WeightFiles, open_weights
 from spmdrl.hub.download import local_model
 from spmdrl.hub.hf_folder import auto_class, keep_tower, load_hf_config
@@ -75,6 +75,12 @@ def difference(adapters: Adapters | None, folder: Path) -> str | None:
             f"{saved['fingerprint'][:12]}); this run's base {mine['model']} has other weights "
             f"({mine['fingerprint'][:12]}): set model to the former"
         )
+    if saved.get("adapters", []) != mine["adapters"]:
+        return (
+            f"{folder} was written with the adapters {saved.get('adapters') or ['of all sources']},"
+            f" this run has {mine['adapters'] or ['of all sources']}: lora.by_source is not what "
+            "it was"
+        )
     for key in ("rank", "alpha", "use_rslora", "use_dora", "quantization"):
         before = saved.get(key, False if key == "use_dora" else None)
         if before != mine[key]:
@@ -101,6 +107,7 @@ def lora_of(saved: Mapping[str, Any]) -> LoraConfig:
         use_dora=saved.get("use_dora", False),
         target_parameters=tuple(saved.get("target_parameters", ())),
         quantization=saved.get("quantization"),
+        by_source={name: name for name in saved.get("adapters", [])},
     )  # fmt: skip
 
 
@@ -118,13 +125,19 @@ def fill_module(
 
 
 def adapter_tensors(
-    read: Callable[[str], Tensor], saved: Mapping[str, Any]
-) -> dict[str, Tensor]:  # fmt: skip
+    read: Callable[[str], Tensor], saved: Mapping[str, Any], name: str = ""
+) -> dict[str, Tensor]:
     """Returns `<layer>.lora_A.weight` and `<layer>.lora_B.weight` of a checkpoint, of layers and of
     stacked weights of experts, and DoRA's offsets. read: a function that reads a tensor of it by
-    its name.
+    its name. name: which of several adapters. Raises ConfigError where it has several and none is
+    named.
     """
-    parts = dict(zip(ADAPTER, IN_LAYER, strict=True))
+    if saved.get("adapters") and not name:
+        raise ConfigError(
+            f"the checkpoint has several adapters, {', '.join(saved['adapters'])}, and one model "
+            "holds one of them: write each with python -m spmdrl.export --adapter"
+        )
+    parts = dict(zip(ADAPTER, in_layer(name), strict=True))
     if lora_of(saved).use_dora:
         parts["." + OFFSET] = OFFSET
     found = {
@@ -225,6 +238,15 @@ def tensors_of(model: str) -> tuple[Shapes, Shapes, Callable[[str], Tensor]]:
     hf = auto.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     weights = {name: tensor.detach() for name, tensor in kept_tensors(hf).items()}
     return shapes, buffers, lambda name: weights[name].float().clone()
+
+
+def save_adapters(adapters: Adapters, module: Any, topology: Topology, folder: Path) -> None:
+    """Writes the adapter of an engine's module as peft has it; several to folder/<name> each.
+    Collective over the topology.
+    """
+    for name in names_of(adapters.config):
+        named = adapters.unscaled_shards(dict(module.named_parameters()), name)
+        save_adapter(adapters, named, topology, folder / name)
 
 
 def save_adapter(

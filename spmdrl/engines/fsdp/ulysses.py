@@ -64,6 +64,7 @@ class TokenShard:
     routed_experts: Tensor | None = None  # (num_local, num_moe_layers, top_k), as in Batch
     teacher_ids: Tensor | None = None  # (n, k) int64: those of `rows`, as in Batch
     support_ids: Tensor | None = None  # (n, k) int64: those of `rows`, as in Batch
+    adapters: Tensor | None = None  # (num_local,) int64 on the CPU: of each token, as in Batch
 
 
 def share_of(
@@ -98,6 +99,9 @@ def share_of(
         further["support_ids"] = used_columns(mb.support_ids[rows]).long()
     moved = to_device([*of_tokens, *further.values()], device)
     named = dict(zip(further, moved[len(of_tokens) :], strict=True))
+    if mb.adapters is not None:
+        of_all = torch.repeat_interleave(mb.adapters, mb.seq_lens)
+        named["adapters"] = of_all[pad(row.tokens, (0, padding))[mine]]
     return TokenShard(lens, prefixes, *moved[: len(of_tokens)], **named)
 
 

@@ -217,6 +217,11 @@ def check_adaptable(
             "lora.target_parameters with engine megatron: its experts' matrices are given no "
             "adapters: use engine fsdp, or leave target_parameters out"
         )
+    if lora.by_source:
+        raise ConfigError(
+            "lora.by_source: engine megatron trains one adapter: use engine fsdp, or leave "
+            "by_source out"
+        )
     if has_trained_tower(hf_config) and not freeze_vision:
         raise ConfigError(
             f"lora with engine megatron: a tower for images ({hf_config.model_type}) is given no "

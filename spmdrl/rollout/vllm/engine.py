@@ -179,7 +179,8 @@ class VllmEngine:
                     self.noise.supports[str(id)] = np.full(params.support_width, -1, np.int32)
             else:
                 own.seed = seed_of_continuation(request.seed, num_begun)
-            asked = self.engine_request(id, [*request.prompt_ids, *request.response_ids], own)
+            tokens = [*request.prompt_ids, *request.response_ids]
+            asked = self.engine_request(id, tokens, own, request.adapter)
             if self.looks is not None:
                 asked.mm_features = vllm_vision.features(self.looks, request)
             compat.add_request(self.core, asked)
@@ -191,9 +192,10 @@ class VllmEngine:
                 self.detokenizers[id].update(turn[earlier:], stop_terminated=False)
         return ids
 
-    def engine_request(self, id: int, prompt_ids: list[int], params: Any) -> Any:
-        adapter = self.slots.request if self.slots is not None else None
-        return compat.engine_request(id, prompt_ids, params, adapter)
+    def engine_request(self, id: int, prompt_ids: list[int], params: Any, adapter: int = 0) -> Any:
+        """adapter: as of a Request."""
+        used = self.slots.requests[adapter] if self.slots is not None else None
+        return compat.engine_request(id, prompt_ids, params, used)
 
     def step(self) -> list[tuple[int, Completion]]:
         """Runs one engine step; with asynchronous scheduling (GPU) the tokens are those of an

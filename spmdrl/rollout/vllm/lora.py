@@ -1,8 +1,8 @@
-"""An adapter beside the weights of a vLLM engine: written in place, used by every request.
+"""Adapters beside the weights of a vLLM engine: written in place; a request names its own.
 
-vLLM keeps A and B of each layer in padded memory of its own, scale B in place of B. One adapter is
+vLLM keeps A and B of each layer in padded memory of its own, scale B in place of B. All are
 registered when the engine is built; after that the trainer's parts are copied to where they belong
-like any weight's, and nothing is loaded, named or swapped.
+like any weight's, and nothing is loaded or swapped.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm.model_types import untried_layers
 from spmdrl.rollout.weight_check import rows_in_fused
 from spmdrl.weights.boxes import Box, box_of, view, whole
-from spmdrl.weights.checkpoint_names import ADAPTER, is_adapter
+from spmdrl.weights.checkpoint_names import AdapterPart, adapter_part, is_adapter
 from spmdrl.weights.engine_layout import Layout, ParamView
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory for; smaller ones are padded
-ID = 1  # of the adapter in vLLM
+FIRST_ID = 1  # of the first adapter in vLLM; the others follow
 
 
 def check_adapter(lora: LoraConfig, config: RolloutConfig, hf: Any) -> None:
@@ -62,12 +62,12 @@ def check_adapter(lora: LoraConfig, config: RolloutConfig, hf: Any) -> None:
 
 
 def engine_args(lora: LoraConfig, model: str) -> dict[str, Any]:
-    """Returns the arguments of EngineArgs for the adapter."""
+    """Returns the arguments of EngineArgs for the adapters."""
     layers = target_layers(meta_model(load_hf_config(model)), lora)
     leaves = sorted({name.rpartition(".")[2] for name in layers})
     return {
         "enable_lora": True,
-        "max_loras": 1,
+        "max_loras": max(1, len(lora.names)),
         "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
         "lora_target_modules": leaves,
     }
@@ -78,41 +78,45 @@ class Slot(NamedTuple):
 
     layer: Any
     number: int  # of the part of a fused layer
+    adapter: int  # in the order of their names
 
     @property
     def a(self) -> Tensor:
         """(padded rank, columns)."""
-        return self.layer.lora_a_stacked[self.number][0, 0]
+        return self.layer.lora_a_stacked[self.number][self.adapter, 0]
 
     @property
     def b(self) -> Tensor:
         """(rows, padded rank)."""
-        return self.layer.lora_b_stacked[self.number][0, 0]
+        return self.layer.lora_b_stacked[self.number][self.adapter, 0]
 
 
 class AdapterSlots:
-    """An engine's memory for the adapter."""
+    """An engine's memory for the adapters."""
 
     def __init__(self, runner: Any, lora: LoraConfig) -> None:
-        """Registers an adapter of zeros, so that vLLM finds it when a request names it."""
-        self.rank = lora.rank
+        """Registers adapters of zeros, so that vLLM finds them when requests name them."""
+        self.rank, self.names = lora.rank, lora.names or ("",)
         self.manager = compat.adapter_manager(runner)
-        self.request = compat.adapter_request("policy", ID)
-        runner.lora_manager.add_dummy_lora(self.request, lora.rank)
-        self.manager.activate_adapter(ID)
-        for layer in self.manager.modules.values():
-            layer.reset_lora(0)
+        self.requests: list[Any] = []  # what a request says of its adapter
+        for number, name in enumerate(self.names):
+            self.requests.append(compat.adapter_request(name or "policy", FIRST_ID + number))
+            runner.lora_manager.add_dummy_lora(self.requests[-1], lora.rank)
+            self.manager.activate_adapter(FIRST_ID + number)
+            for layer in self.manager.modules.values():
+                layer.reset_lora(number)
 
-    def slot(self, name: str) -> Slot:
-        """Returns the slot of a layer by its Hugging Face name. Raises ValueError where vLLM has
+    def slot(self, part: AdapterPart) -> Slot:
+        """Returns the slot of a layer, by its Hugging Face name. Raises ValueError where vLLM has
         none for it.
         """
         modules, packed = self.manager.modules, self.manager.packed_modules
+        name, adapter = part.layer, self.names.index(part.adapter)
         if name in modules and name not in packed:
-            return Slot(modules[name], 0)
+            return Slot(modules[name], 0, adapter)
         for fused, parts in packed.items():
             if name in parts and fused in modules:
-                return Slot(modules[fused], parts.index(name))
+                return Slot(modules[fused], parts.index(name), adapter)
         raise ValueError(
             f"vLLM has no adapter for layer {name}: leave it out of lora.target_modules, or use "
             "weights.lora='merge'"
@@ -124,12 +128,12 @@ class AdapterSlots:
         """
         found = Layout()
         for name, shape in shapes.items():
-            layer, _, kind = name.rpartition(".lora_")
-            slot = self.slot(layer)
-            held = (slot.a[: self.rank] if kind == "A.weight" else slot.b[:, : self.rank]).detach()
+            part = part_of(name)
+            slot = self.slot(part)
+            held = (slot.a[: self.rank] if part.kind == "A" else slot.b[:, : self.rank]).detach()
             holder = nn.Module()  # the memory itself stays for as long as the engine
             holder.register_buffer("held", held)
-            found.regions.append((name, part_on_rank(slot, name, shape)))
+            found.regions.append((name, part_on_rank(slot, part.kind, shape)))
             found.places.append(ParamView(holder, "held", 0, tuple(held.shape), held.stride()))
         return found
 
@@ -146,28 +150,37 @@ class AdapterSlots:
         """
         proven: set[int] = set()
         for name, tensor in given.items():
-            layer, _, kind = name.rpartition(".lora_")
-            slot = self.slot(layer)
-            stack = slot.a if kind == "A.weight" else slot.b
+            part = part_of(name)
+            slot = self.slot(part)
+            stack = slot.a if part.kind == "A" else slot.b
             full = torch.zeros_like(stack)
-            part = expected_part(slot, kind, tensor, stack).to(stack)
-            full[: part.shape[0], : part.shape[1]] = part
+            here = expected_part(slot, part.kind, tensor, stack).to(stack)
+            full[: here.shape[0], : here.shape[1]] = here
             proven.add(stack.data_ptr())
             if not torch.equal(full, stack):
                 raise WeightMismatch(f"{name} is not what the engine holds of it")
         for layer, module in self.manager.modules.items():
             for stack in (*module.lora_a_stacked, *module.lora_b_stacked):
-                if stack[0, 0].data_ptr() not in proven and stack.any():
+                unproven = (own[0] for own in stack if own[0].data_ptr() not in proven)
+                if any(own.any() for own in unproven):
                     raise WeightMismatch(f"the engine has an adapter on {layer} that nobody sent")
         return len(given)
 
 
-def part_on_rank(slot: Slot, name: str, shape: Sequence[int]) -> Box:
-    """Returns which rows of B, or columns of A, vLLM's layer would take of the full tensor."""
+def part_of(name: str) -> AdapterPart:
+    part = adapter_part(name)
+    assert part is not None, name
+    return part
+
+
+def part_on_rank(slot: Slot, kind: str, shape: Sequence[int]) -> Box:
+    """Returns which rows of B, or columns of A, vLLM's layer would take of the full tensor. kind:
+    as of AdapterPart.
+    """
     full, layer = torch.empty(tuple(shape), device="meta"), slot.layer
     if layer.tp_size == 1:
         return whole(shape)
-    cut = layer.slice_lora_a if name.endswith(ADAPTER[0]) else layer.slice_lora_b
+    cut = layer.slice_lora_a if kind == "A" else layer.slice_lora_b
     if layer.n_slices > 1:
         tensors: list[Tensor | None] = [None] * layer.n_slices
         tensors[slot.number] = full
@@ -175,7 +188,7 @@ def part_on_rank(slot: Slot, name: str, shape: Sequence[int]) -> Box:
     else:
         part = cut(full)
     box = box_of(part, full)
-    assert box is not None, name
+    assert box is not None, (kind, tuple(shape))
     return box
 
 
@@ -183,7 +196,7 @@ def expected_part(slot: Slot, kind: str, tensor: Tensor, stack: Tensor) -> Tenso
     """Returns what must stand on this rank of a full A or B."""
     base = slot.layer.base_layer
     rank, size = slot.layer.tp_rank, slot.layer.tp_size
-    if kind == "A.weight":  # all of it, or this rank's columns
+    if kind == "A":  # all of it, or this rank's columns
         width = stack.shape[1]
         return tensor if width == tensor.shape[1] else tensor.narrow(1, rank * width, width)
     if hasattr(base, "output_sizes") and slot.layer.n_slices > 1:

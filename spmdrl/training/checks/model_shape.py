@@ -13,10 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spmdrl.config import TrainConfig
 from spmdrl.engines.fsdp.classifier import classifier_config, meta_classifier
+from spmdrl.engines.fsdp.expert_adapters import factor_shapes, target_stacks
 from spmdrl.engines.fsdp.experts import expert_modules
-from spmdrl.engines.fsdp.lora import adapted_weights, adapter_count
+from spmdrl.engines.fsdp.lora import target_layers
 from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.fsdp.optimizers import state_bytes
+from spmdrl.engines.fsdp.source_adapters import names_of
 from spmdrl.hub.hf_folder import load_hf_config, meta_model, sees_images, towers
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 
@@ -126,7 +128,28 @@ def quantized_weights(shape: ModelShape, role: TrainConfig) -> tuple[int, int]:
 
 def adapter_parameters(shape: ModelShape, role: TrainConfig) -> int:
     """Returns the number of parameters of all of a role's adapters."""
-    key = (role.lora, role.freeze_vision)
+    key = (repr(role.lora), role.freeze_vision)
     if key not in shape.known:
         shape.known[key] = adapter_count(shape.hf, role)
     return int(shape.known[key])
+
+
+def adapted_weights(config: PreTrainedConfig, role: TrainConfig) -> list[int]:
+    """Returns how many weights each linear layer has that is given an adapter."""
+    assert role.lora is not None
+    model: Any = meta_model(config)
+    names = target_layers(model, role.lora, role.freeze_vision)
+    return [model.get_submodule(name).weight.numel() for name in names]
+
+
+def adapter_count(config: PreTrainedConfig, role: TrainConfig) -> int:
+    """Parameters of all of a role's adapters on a model."""
+    assert role.lora is not None
+    model: Any = meta_model(config)
+    names = target_layers(model, role.lora, role.freeze_vision)
+    layers = [model.get_submodule(name) for name in names]
+    pairs = sum(role.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
+    for stack in target_stacks(model, role.lora):
+        pairs += sum(prod(s) for s in factor_shapes(model, stack, role.lora.rank))
+    pairs *= len(names_of(role.lora))
+    return pairs + (sum(layer.out_features for layer in layers) if role.lora.use_dora else 0)

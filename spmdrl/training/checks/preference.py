@@ -12,6 +12,7 @@ from spmdrl.config import PreferenceConfig, PreferenceTrainingConfig, require
 from spmdrl.data.answers import as_sft
 from spmdrl.engines.fsdp.lora import check_lora
 from spmdrl.hub.hf_folder import load_hf_config
+from spmdrl.training.checks.adapters import check_no_sources
 from spmdrl.training.checks.common import check_megatron, check_pixels, check_vision
 from spmdrl.training.checks.options import (
     check_inputs,
@@ -50,6 +51,7 @@ def check_preference(config: PreferenceTrainingConfig, world: int, warn: bool = 
     hf = load_hf_config(config.model)
     check_positions(hf, config.data.max_tokens)
     check_lora("actor", config.actor, hf)
+    check_no_sources("actor", config.actor, "rows of this program have no data source")
     check_vision(hf, {"actor": config.actor})
     check_pixels(hf, as_sft(config.data))
     if config.actor.engine == "megatron":

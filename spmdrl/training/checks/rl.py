@@ -27,14 +27,14 @@ from spmdrl.distributed.placement import (
     training_roles,
 )
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
-from spmdrl.engines.fsdp.lora import check_lora
 from spmdrl.engines.megatron.layout import divisors
 from spmdrl.hub.hf_folder import has_tower, load_hf_config
 from spmdrl.hub.model_files import check_eos, check_model_files
 from spmdrl.hub.remote_code import allow_code
 from spmdrl.rewards.reward_model import check_reward_model, train_config
 from spmdrl.rewards.runner import asks_model, built_ins_of, rewards_of, runs_programs
-from spmdrl.rollout.build import ENGINES, check_adapter, check_engine
+from spmdrl.rollout.build import ENGINES, check_engine
+from spmdrl.training.checks.adapters import check_adapters
 from spmdrl.training.checks.agents import check_agents, warnings_of_agents
 from spmdrl.training.checks.algorithms import check_algo, takes_other_samplers
 from spmdrl.training.checks.common import (
@@ -262,30 +262,6 @@ def check_sync_of_reference(config: PpoConfig, placement: Placement, hosted: boo
     }
     for reason, is_so in reasons.items():
         require(not is_so, f"{where}: {reason}. Else leave ref_model_sync_steps out")
-
-
-def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig) -> None:
-    """Raises ConfigError where lora of a role does not go with the rest."""
-    for name, role in training_roles(config).items():
-        require(
-            not is_frozen(name) or role.lora is None,
-            f"{name}.lora has no effect: the reference is not trained. With actor.lora it is the "
-            "actor's base, its adapter off",
-        )
-        check_lora(name, role, load_hf_config(role.model) if role.model else hf)
-    if config.weights.lora == "adapter":
-        check_adapter(config.actor.lora, config.rollout, hf.get_text_config())
-    ref = config.ref
-    is_base = config.actor.lora is not None and ref.model in (None, config.model)
-    require(
-        not is_base
-        or "ref" not in training_roles(config)
-        or ref.dtype == config.actor.dtype
-        or reference_is_base(config, placement),
-        f"ref.dtype={ref.dtype!r}: with actor.lora the reference is the actor's base, which beside "
-        f"the actor is computed in actor.dtype={config.actor.dtype!r}: set ref.dtype to that, so "
-        "that numbers do not depend on the placement",
-    )
 
 
 def check_evaluation(config: PpoConfig) -> None:

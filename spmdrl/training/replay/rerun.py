@@ -135,7 +135,7 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
     replays = config.actor.router_replay is not None
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
-        hints, routes = load_again(built, tokenizer, topology)
+        hints, routes, adapters = load_again(built, tokenizer, topology)
     return Roles(
         replace(plan.config, strict=False, log_samples=0), topology, topologies.sampling,
         topologies.training, topologies.weights, phases, P2PChannel(topology),
@@ -147,7 +147,7 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
         entropy_coef=plan.config.algo.entropy_coef,
         replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
         routing=routing_of(load_hf_config(config.model)) if replays else None,
-        hints=hints, routes=routes,
+        hints=hints, routes=routes, adapter_routes=adapters,
         endpoints=connect_teachers(built, tokenizer, trainers["actor"].topology, phases),
         teachers={name: each for name, each in trainers.items() if name.startswith(TEACHERS)},
     )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Checks of the adapters of a run of reinforcement learning: where they go, and who has several."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from spmdrl.config import PpoConfig, TrainConfig, require
+from spmdrl.distributed.placement import Placement, is_frozen, reference_is_base, training_roles
+from spmdrl.engines.fsdp.lora import check_lora
+from spmdrl.hub.hf_folder import load_hf_config
+from spmdrl.rollout.build import check_adapter
+
+
+def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig) -> None:
+    """Raises ConfigError where lora of a role does not go with the rest."""
+    for name, role in training_roles(config).items():
+        require(
+            not is_frozen(name) or role.lora is None,
+            f"{name}.lora has no effect: the reference is not trained. With actor.lora it is the "
+            "actor's base, its adapter off",
+        )
+        check_lora(name, role, load_hf_config(role.model) if role.model else hf)
+        if name != "actor":
+            check_no_sources(name, role, f"{name} reads the rows of all sources")
+    check_source_adapters(config)
+    if config.weights.lora == "adapter":
+        check_adapter(config.actor.lora, config.rollout, hf.get_text_config())
+    ref = config.ref
+    is_base = config.actor.lora is not None and ref.model in (None, config.model)
+    require(
+        not is_base
+        or "ref" not in training_roles(config)
+        or ref.dtype == config.actor.dtype
+        or reference_is_base(config, placement),
+        f"ref.dtype={ref.dtype!r}: with actor.lora the reference is the actor's base, which beside "
+        f"the actor is computed in actor.dtype={config.actor.dtype!r}: set ref.dtype to that, so "
+        "that numbers do not depend on the placement",
+    )
+
+
+def check_source_adapters(config: PpoConfig) -> None:
+    """Raises ConfigError where several adapters of the actor do not go with the rest of a run."""
+    if config.actor.lora is None or not config.actor.lora.by_source:
+        return
+    require(
+        config.weights.lora == "adapter",
+        "actor.lora.by_source: W + scale B A has one adapter in it, and the rollout engine is to "
+        "sample with several: set weights.lora='adapter'",
+    )
+
+
+def check_no_sources(name: str, role: TrainConfig, reason: str) -> None:
+    """Raises ConfigError where a role has several adapters, and can have but one."""
+    require(
+        role.lora is None or not role.lora.by_source,
+        f"{name}.lora.by_source: {reason}, so it has one adapter: leave by_source out",
+    )
