@@ -112,6 +112,7 @@ def by_role() -> dict[str, set[str]]:
     around = keys_of(objectives, *parts)
     taught = keys_of("algo/distillation.py", "distillation_metrics")
     around |= taught | keys_of("algo/demonstrations.py", "demonstration_sums")
+    around |= keys_of("engines/fsdp/source_adapters.py", "clip_each")
     answers = answer_terms()
     return {
         "actor": every | mtp | around | keys_of("algo/losses.py") | {"<>"} | pair_answer_terms(),

@@ -56,7 +56,7 @@ class LoraConfig:
     quantization: Literal["nf4"] | None = None
     # of fsdp, of the actor: several adapters that are trained in one run: data_source -> the name
     # of the adapter that answers its prompts and learns from them; "*": of all other sources.
-    # Empty: there is one adapter. docs/source_adapters.md
+    # Empty: there is one adapter. docs/lora.md
     by_source: Mapping[str, str] = field(default_factory=dict)
 
     @property

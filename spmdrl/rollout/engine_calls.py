@@ -40,7 +40,7 @@ class EngineCalls:
             "given_up": self.given_up,
             "begun": [
                 [number, call.request.prompt_ids, call.request.seed, call.request.max_tokens,
-                 written(call.request.placed_images), asdict(call.params)]
+                 call.request.adapter, written(call.request.placed_images), asdict(call.params)]
                 for number, call in self.begun.items()
             ],
         }  # fmt: skip
@@ -53,9 +53,12 @@ class EngineCalls:
         size = int.from_bytes(packed[:8], "little")
         head, answers = json.loads(packed[8 : 8 + size]), unpack(packed[8 + size :])
         begun = {}
-        for number, prompt_ids, seed, max_tokens, images, params in head["begun"]:
+        for number, prompt_ids, seed, max_tokens, adapter, images, params in head["begun"]:
             lists = {name: tuple(v) for name, v in params.items() if isinstance(v, list)}
-            request = Request(prompt_ids, seed, max_tokens=max_tokens, placed_images=read(images))
+            request = Request(
+                prompt_ids, seed, max_tokens=max_tokens, placed_images=read(images),
+                adapter=adapter,
+            )  # fmt: skip
             call = EngineCall(request, SamplingParams(**(params | lists)))
             begun[number] = call.continued(answers[number])
         return cls(begun, tuple(head["given_up"]))

@@ -12,7 +12,16 @@ from ranks import run_calls
 from torch import Tensor
 from training_batches import CONFIG, engine_on, on_data_ranks, whole_batch
 
-from spmdrl.config import AlgoConfig, LoraConfig, OptimConfig, TrainConfig
+from spmdrl.config import (
+    AlgoConfig,
+    ConfigError,
+    LoraConfig,
+    OptimConfig,
+    RolloutConfig,
+    TrainConfig,
+    WeightsConfig,
+)
+from spmdrl.data.source_adapters import AdapterRoutes, check_adapter_sources
 from spmdrl.types import Batch
 
 # clipped at every update; moments and weight decay move what has no gradient
@@ -99,7 +108,6 @@ def pushed_on(topology: Any, model: str, tp: int) -> Any:
     """
     from rollout_checks import rollout_gaps
 
-    from spmdrl.config import RolloutConfig, WeightsConfig
     from spmdrl.distributed.topology import Topology
     from spmdrl.rollout.base import WeightMismatch
     from spmdrl.rollout.vllm.engine import VllmEngine
@@ -181,7 +189,8 @@ def test_training_does_not_depend_on_ranks_and_leaves_the_base(runs: Any) -> Non
     for world, configs in LAYOUTS.items():
         for i in range(len(configs)):
             for other, other_weights, away in runs[world, "together", i]:
-                assert away["off"] <= 1e-3 < 1e-1 < away["on"] or away["on"] == 0 < world
+                assert away["off"] < 1e-3
+                assert away["on"] > 0.1 or configs[i].ulysses > 1  # its rank without sequences
                 for got, want in zip(other, metrics, strict=True):
                     assert got.keys() == want.keys()
                     for key in want:
@@ -214,7 +223,7 @@ def test_vllm_samples_each_row_with_its_own_adapter(runs: Any) -> None:
     for near, far, share, (first, second), noticed in runs[2, "pushed"]:
         assert max(near) < 1e-5
         assert far > 1e-2 and 0.1 < share < 0.4  # another "math" is seen in its own rows alone
-        assert second < first / 3
+        assert second < first / 2
         assert noticed
 
 
@@ -238,3 +247,74 @@ def test_peft_loads_each_adapter(runs: Any, qwen3: Path, folder: Path) -> None:
             want[1:] = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
             want *= batch.loss_mask[own]
             torch.testing.assert_close(found[own], want, rtol=0, atol=1e-4)
+
+
+BY_SOURCE: dict[str, Any] = {"by_source": {"sums": "math", "*": "code"}}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"weights": WeightsConfig(lora="merge")}, "set weights.lora='adapter'"),
+    (
+        {},
+        {"rollout": RolloutConfig(engine="hf", max_tokens=64)},
+        "rollout.engine='hf' has no memory for adapters",
+    ),
+    ({"use_dora": True}, {}, "lengths of one adapter's rows"),
+    ({"target_parameters": ("experts.down_proj",)}, {}, "experts, which have one adapter"),
+    ({"quantization": "nf4"}, {}, "not tried with several adapters"),
+    ({"by_source": {"*": "a/b"}}, {}, "'a/b' cannot be an adapter's name"),
+    ({"by_source": {"*": "keys"}}, {}, "'keys' cannot be an adapter's name"),
+    ({}, {"compile": True}, "actor.compile would compile each layer anew"),
+    ({}, {"engine": "megatron"}, "engine megatron trains one adapter"),
+    ({}, {"critic": True}, "critic.lora.by_source: critic reads the rows of all sources"),
+]
+
+
+@pytest.mark.parametrize(("lora", "others", "said"), REFUSED)
+def test_what_has_one_adapter_is_refused(
+    qwen3: Path, lora: dict[str, Any], others: dict[str, Any], said: str
+) -> None:
+    from plan_configs import ppo_config
+
+    from spmdrl.training.checks.rl import check
+
+    several = LoraConfig(**(BY_SOURCE | lora))
+    others = {
+        "weights": WeightsConfig(lora="adapter"),
+        "rollout": RolloutConfig(max_tokens=64),
+    } | others
+    of_role = {name: others.pop(name) for name in ("compile", "engine") if name in others}
+    actor = TrainConfig(lora=several, dtype="float32", **of_role)
+    if others.pop("critic", False):
+        others |= {"critic": actor, "algo": AlgoConfig(advantage="gae")}
+    with pytest.raises(ConfigError) as error:
+        check(ppo_config(str(qwen3), actor=actor, **others), 1)
+    assert said in str(error.value), str(error.value)
+
+
+def test_a_plan_counts_all_adapters(qwen3: Path) -> None:
+    from plan_configs import ppo_config
+
+    from spmdrl.training.checks.memory import memory_of
+    from spmdrl.training.checks.rl import check
+
+    role = TrainConfig(lora=replace(ALONE, by_source=LORA.by_source))
+    check(ppo_config(str(qwen3), actor=role, weights=WeightsConfig(lora="adapter")), 1)
+    one = memory_of("actor", replace(role, lora=ALONE), str(qwen3), 2).trainable
+    assert memory_of("actor", role, str(qwen3), 2).trainable == 3 * one > 0
+
+
+def test_a_source_has_the_adapter_that_is_named_for_it() -> None:
+    routes = AdapterRoutes(LORA, ["mbpp", "sums", "else", "sums"].__getitem__)
+    assert routes.of(torch.tensor([3, 2, 0, 1])).tolist() == [1, 2, 0, 1]
+    assert len(routes.of(torch.zeros(0, dtype=torch.int64))) == 0
+    check_adapter_sources(LORA, ["mbpp", "else", "sums"], trained=True)
+    check_adapter_sources(ALONE, ["anything"], trained=True)
+    named = replace(LORA, by_source={"sums": "math", "mbpp": "code"})
+    check_adapter_sources(named, ["sums"])  # of rows that are only evaluated
+    for lora, sources, said in (
+        (named, ["sums", "new"], "no adapter for data_source 'new'"),
+        (named, ["sums"], "by_source['mbpp']: no row has this data_source"),
+        (LORA, ["sums", "mbpp"], "by_source['*'] has no effect"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check_adapter_sources(lora, sources, trained=True)
+        assert said in str(error.value), str(error.value)

@@ -54,6 +54,7 @@ from spmdrl.engines.fsdp.source_adapters import (
     AdapterTokens,
     add_others,
     check_by_source,
+    folder_of,
     in_layer,
     names_of,
 )
@@ -258,12 +259,13 @@ def initial_adapters(
     +-1 / sqrt(in) as peft has it, B zero; or what the folder lora.adapter holds. Of DoRA's offset
     zeros, or the folder's magnitude.
     """
-    given = given_tensors(lora)
+    read = {adapter: given_tensors(folder_of(lora, adapter)) for adapter in names_of(lora)}
+    given = read[names_of(lora)[0]]
     for name in layers:
         for adapter in names_of(lora):
             own = in_layer(adapter)
             a, b = (hf.get_submodule(name).get_parameter(part) for part in own)
-            values = initial_values(lora, given, name, a.shape[1], b.shape[0])
+            values = initial_values(lora, read[adapter], name, a.shape[1], b.shape[0])
             for part, value in zip(own, values, strict=True):
                 yield f"{name}.{part}", value
         if lora.use_dora:
@@ -277,11 +279,11 @@ def initial_adapters(
         yield from zip(factor_names(name), factors[name], strict=True)
 
 
-def given_tensors(lora: LoraConfig) -> dict[str, Tensor]:
+def given_tensors(folder: str | None) -> dict[str, Tensor]:
     """Reads the adapter to start from; {} where there is none."""
-    if not lora.adapter:
+    if not folder:
         return {}
-    return load_file(Path(lora.adapter, "adapter_model.safetensors"))
+    return load_file(Path(folder, "adapter_model.safetensors"))
 
 
 def initial_values(
@@ -412,8 +414,9 @@ def check_lora(name: str, role: TrainConfig, config: PreTrainedConfig) -> None:
     shell = meta_model(config)
     check_by_source(name, role, shell)
     layers, stacks = target_layers(shell, lora, role.freeze_vision), target_stacks(shell, lora)
-    if lora.adapter is not None:
-        check_adapter(name, lora, layers, stacks)
+    for folder in dict.fromkeys(folder_of(lora, adapter) for adapter in names_of(lora)):
+        if folder is not None:
+            check_adapter(name, replace(lora, adapter=folder), layers, stacks)
 
 
 def check_adapter(

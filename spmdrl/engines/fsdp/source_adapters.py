@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,16 @@ def in_layer(adapter: str) -> tuple[str, str]:
     """Returns peft's names of A and B in a layer. adapter: as in names_of."""
     name = adapter or DEFAULT
     return f"lora_A.{name}.weight", f"lora_B.{name}.weight"
+
+
+def folder_of(lora: LoraConfig, adapter: str) -> str | None:
+    """Returns the folder that an adapter starts from: that of its name in lora.adapter, or else
+    lora.adapter itself, from which then all start; None where there is none.
+    """
+    if lora.adapter is None:
+        return None
+    own = Path(lora.adapter, adapter)
+    return str(own) if adapter and own.is_dir() else lora.adapter
 
 
 class TokenOrder(NamedTuple):
@@ -132,7 +143,7 @@ def clip_each(
     """
     if tokens is None:
         return clip_gradients([*trained.values()], most, topology), {}
-    squares, metrics = torch.zeros((), device=topology.device), {}
+    squares, metrics = torch.zeros((), device=topology.device), dict[str, float]()
     for name, count in zip(tokens.names, counts.tolist(), strict=True):
         own = tokens.weights_of(name, trained)
         norm = clip_gradients(own, most, topology)

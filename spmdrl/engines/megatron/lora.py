@@ -260,7 +260,7 @@ def add_adapters(
     assert lora is not None
     layers = target_layers(meta_model(hf_config), lora, config.freeze_vision)
     hf_config = language_part(hf_config)
-    given = given_tensors(lora)
+    given = given_tensors(lora.adapter)
     for chunk in chunks:
         for name, p in chunk.named_parameters():
             p.requires_grad_(kind == "value" and name.startswith("output_layer."))

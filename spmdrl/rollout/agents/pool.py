@@ -12,6 +12,7 @@ from typing import Any
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.pictures import with_pictures
+from spmdrl.data.source_adapters import adapter_of
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.agents.call_queue import CallQueue
@@ -142,7 +143,10 @@ class AgentPool:
 
     def start(self, task: AgentTask, params: SamplingParams, attempt: int = 0) -> None:
         trajectory = Trajectory(secrets.token_urlsafe(9), task.seed)
-        session = Session(trajectory, params, self.encoders, self.queue, self.limits, MODEL)
+        adapter = adapter_of(self.config.actor.lora, task.prompt.data_source)
+        session = Session(
+            trajectory, params, self.encoders, self.queue, self.limits, MODEL, adapter=adapter
+        )  # fmt: skip
         self.server.post(self.server.endpoint.begin, session)  # before any request can come
         url, row = f"{self.server.url}/t/{trajectory.id}", task.row
         told = row | {

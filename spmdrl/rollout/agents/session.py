@@ -40,6 +40,7 @@ class Session:
     model: str  # its name in answers
     responses: dict[str, list[Message]] = field(default_factory=dict)  # conversations, by response
     names: dict[str, str] = field(default_factory=dict)  # of called tools, by the id of the call
+    adapter: int = 0  # as of a Request
     num_turns: int = 0  # asked for
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # that answer requests
     over: bool = False
@@ -148,11 +149,14 @@ class Session:
         )  # fmt: skip
         calls = [
             EngineCall(
-                Request(draft.tokens.ids, seed, max_tokens=most, placed_images=draft.tokens.images),
+                Request(
+                    draft.tokens.ids, seed, max_tokens=most, placed_images=draft.tokens.images,
+                    adapter=self.adapter,
+                ),
                 params,
             )
             for seed in self.seeds(draft, request)
-        ]
+        ]  # fmt: skip
         try:
             return list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
         except asyncio.CancelledError:

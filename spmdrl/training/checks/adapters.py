@@ -8,7 +8,7 @@ from spmdrl.config import PpoConfig, TrainConfig, require
 from spmdrl.distributed.placement import Placement, is_frozen, reference_is_base, training_roles
 from spmdrl.engines.fsdp.lora import check_lora
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.rollout.build import check_adapter
+from spmdrl.rollout.build import ENGINES, check_adapter
 
 
 def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig) -> None:
@@ -42,6 +42,11 @@ def check_source_adapters(config: PpoConfig) -> None:
     """Raises ConfigError where several adapters of the actor do not go with the rest of a run."""
     if config.actor.lora is None or not config.actor.lora.by_source:
         return
+    require(
+        ENGINES[config.rollout.engine].check_adapter is not None,
+        f"actor.lora.by_source: rollout.engine={config.rollout.engine!r} has no memory for "
+        "adapters beside its weights: use 'vllm'",
+    )
     require(
         config.weights.lora == "adapter",
         "actor.lora.by_source: W + scale B A has one adapter in it, and the rollout engine is to "
