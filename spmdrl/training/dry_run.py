@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 from spmdrl.cli.arguments import Dry, shown_config
-from spmdrl.config import ConfigError, PpoConfig, RewardConfig
+from spmdrl.config import ConfigError, LoraConfig, PpoConfig, RewardConfig
 from spmdrl.data.demonstrations import demonstration_lines
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.row_reports import left_out_lines
+from spmdrl.data.source_adapters import adapter_of
 from spmdrl.distributed.placement import place, training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer
@@ -81,6 +83,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
                   "in their text",
                   *left_out_lines(dataset.left_out), *image_lines(dataset),
                   *demonstration_lines(dataset.demonstrated), *hint_lines(dataset),
+                  *adapter_lines(config.actor.lora, dataset.data_sources),
                   *(mixture if name == "train" else []),
                   *held_out_lines(name, len(dataset), config),
                   *scored_examples(examples_of(dataset), rewards, config.rewards),
@@ -125,6 +128,17 @@ def hint_lines(dataset: PromptDataset) -> list[str]:
     first = dataset.hinted(dataset.prompt(0).id)
     return [f"  with its hint prompt {first.id} has {len(first.token_ids)} tokens: "
             f"...{first.text[-200:]!r}"]  # fmt: skip
+
+
+def adapter_lines(lora: LoraConfig | None, data_sources: Sequence[str]) -> list[str]:
+    """Returns a line for each of several adapters that says whose rows it has."""
+    if lora is None or not lora.by_source:
+        return []
+    sources: dict[str, list[str]] = {name: [] for name in lora.names}
+    for source in data_sources:
+        sources[lora.names[adapter_of(lora, source)]].append(source)
+    return [f"  adapter {name}: the rows of {', '.join(map(repr, own)) or 'no source'}"
+            for name, own in sources.items()]  # fmt: skip
 
 
 def held_out_lines(name: str, num_prompts: int, config: PpoConfig) -> list[str]:

@@ -291,6 +291,10 @@ def model_commands(ended: FinishedRun, rows: Sequence[Row]) -> list[tuple[str, s
     export = ["python", "-m", "spmdrl.export", "--checkpoint", folder, "--out", out]
     if config.trust_remote_code:
         export.append("--trust_remote_code")
+    lora = getattr(config.actor, "lora", None)
+    if lora is not None and lora.by_source:  # no one model has them all
+        what = f"write the adapters of step {step} as folders of peft's"
+        return [(what, shlex.join([*export, "--adapter"]))]
     evaluation = ended.start.command(
         "spmdrl.evaluate", ["resume", "profile"], "--checkpoint", folder
     )

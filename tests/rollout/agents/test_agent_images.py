@@ -122,10 +122,11 @@ def test_an_image_token_of_the_policy_moves_no_image(model: str) -> None:
     """Where images begin is told and not looked for, also on its way to an engine's other ranks."""
     vision, shown = vision_of(model), Picture(png(0, 16, 8))
     ids = [5, vision.token_id, 7, *vision.layout(shown), 6]
-    request = Request(ids, 1, placed_images=[PlacedImage(3, shown)])
+    request = Request(ids, 1, placed_images=[PlacedImage(3, shown)], adapter=2)
     call = EngineCall(request, SamplingParams(stop=("x",)))
     sent = EngineCalls.from_bytes(EngineCalls({4: call}).to_bytes()).begun[4]
     assert sent.request.placed_images == request.placed_images and sent.params == call.params
+    assert sent.request.adapter == 2
     view = images_of_request(vision, sent.request)
     assert view is not None and view.spans == [(3, 2)]
     assert view.is_image.nonzero().flatten().tolist() == [3, 4]
