@@ -112,13 +112,15 @@ def by_role() -> dict[str, set[str]]:
     around = keys_of(objectives, *parts)
     taught = keys_of("algo/distillation.py", "distillation_metrics")
     around |= taught | keys_of("algo/demonstrations.py", "demonstration_sums")
-    around |= keys_of("engines/fsdp/source_adapters.py", "clip_each")
+    by_source = keys_of("engines/fsdp/source_adapters.py", "clip_each")
+    around |= by_source
+    of_sft = by_source | keys_of("sft.py", "cross_entropy", "beside_teacher")
     answers = answer_terms()
     return {
         "actor": every | mtp | around | keys_of("algo/losses.py") | {"<>"} | pair_answer_terms(),
         "critic": every | keys_of(objectives, "value_objective"),
         "prm": every | keys_of(objectives, "prm_objective"),
-        "sft": every | mtp | taught | keys_of("sft.py", "cross_entropy", "beside_teacher"),
+        "sft": every | mtp | taught | of_sft,
         "preference": every | answers | {"entropy", "<>"},
         "reward_model": every | pair,
         "eval": keys_of("sft.py", "negative_logprobs", "with_perplexity")

@@ -121,7 +121,12 @@ def data_source_of(row: dict[str, Any], path: Path, config: DataConfig) -> Any:
     """
     found = next((row[name] for name in SOURCES if name in row), MISSING)
     is_verl = config.prompt_key == DataConfig.prompt_key and row.get("reward_model") is not None
-    return SHARD.sub("", path.stem) if found is MISSING and not is_verl else found
+    return file_source(path) if found is MISSING and not is_verl else found
+
+
+def file_source(path: Path) -> str:
+    """Returns the data_source of rows that name none: see data_source_of."""
+    return SHARD.sub("", path.stem)
 
 
 def truth_key(row: dict[str, Any], config: DataConfig) -> str:

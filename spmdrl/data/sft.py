@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from spmdrl.config import ConfigError, SftDataConfig
+from spmdrl.config import ConfigError, LoraConfig, SftDataConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.chat_labels import encode_turns
 from spmdrl.data.images import BatchImages, ImageProcessor
@@ -27,8 +27,13 @@ from spmdrl.data.pictures import (
     says_image,
     shown_in,
 )
-from spmdrl.data.prompt_fields import PROMPT, check_prompt, sees_none
+from spmdrl.data.prompt_fields import PROMPT, SOURCES, check_prompt, file_source, sees_none
 from spmdrl.data.row_reports import unread_tools
+from spmdrl.data.source_adapters import (
+    AdapterRoutes,
+    adapter_routes_of,
+    check_adapter_sources,
+)
 from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
 from spmdrl.data.table_files import (
     MISSING,
@@ -42,6 +47,7 @@ from spmdrl.data.table_files import (
 )
 from spmdrl.data.videos import videos_of
 from spmdrl.data.visuals import Visual
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import Batch
 
@@ -91,6 +97,7 @@ class SftDataset:
         self.images = None if vision is None else BatchImages(vision, self.by_id)
         self.keeps = int(measured.num_tokens.sum()) <= KEPT_TOKENS
         self.kept: dict[int, SftExample] = {}  # by index, where rows are kept
+        self.routes: AdapterRoutes | None = None  # where there are several adapters
 
     @classmethod
     def load(
@@ -108,6 +115,7 @@ class SftDataset:
         require_eos(tokenizer)
         keys = (config.prompt_key, config.response_key, "messages")
         others = ("completion", "input", "output", "instruction")
+        others = (*others, *SOURCES)
         columns = (*columns_at(*keys), *others, "images", "image", config.video_key, "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
         written = None if vision is None else vision.family.text
@@ -150,7 +158,25 @@ class SftDataset:
         batch.token_ids = torch.tensor(ids, dtype=torch.int64)
         batch.loss_mask = torch.tensor([float(m) for e in examples for m in e.loss_mask])
         batch.prompts = torch.tensor([e.id for e in examples], dtype=torch.int64)
+        if self.routes is not None:
+            batch.adapters = self.routes.of(batch.prompts)
         return batch
+
+    def route(self, lora: LoraConfig | None, topology: Topology, trained: bool = False) -> None:
+        """Has batches say which of several adapters their rows are of. Raises ConfigError as
+        check_adapter_sources does. Collective.
+        """
+        self.routes = adapter_routes_of(lora, self.data_source)
+        if self.routes is not None:
+            mine = self.measured.rows[topology.rank :: topology.world].tolist()
+            parts = gather_to_all({self.data_source(row) for row in mine}, topology.control)
+            check_adapter_sources(lora, sorted(set().union(*parts)), trained)
+
+    def data_source(self, row: int) -> str:
+        """The data source of the example whose id this is: its column, or the file's name."""
+        found, path = self.files.row(row), self.files.locate(row)[0].path
+        named = (found[name] for name in SOURCES if isinstance(found.get(name), str))
+        return next(named, file_source(path))
 
     def shown(self) -> list[str]:
         example, decode = self.example(0), self.reader.encoder.tokenizer.decode

@@ -32,6 +32,7 @@ from spmdrl.data.answers import as_sft
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.row_reports import left_out_lines
+from spmdrl.data.sft import SftDataset
 from spmdrl.data.supervised_rows import Rows
 from spmdrl.distributed.collectives import sum_over_ranks
 from spmdrl.distributed.placement import training_roles
@@ -218,6 +219,9 @@ def load_data(
     held_out = None
     if data.eval is not None:
         held_out = load(data.eval)
+    for each in (rows, held_out):
+        if isinstance(each, SftDataset):
+            each.route(config.actor.lora, topology, trained=each is rows)
     require(
         data.batch_size <= len(rows),
         f"data.batch_size={data.batch_size} is above the {len(rows)} rows that can be learnt, and "
@@ -291,8 +295,14 @@ def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str
 
 
 def finish(run: SupervisedRun, log: RunLog) -> None:
-    """Writes the model, and its average where there is one."""
+    """Writes the model, and its average where there is one; of several adapters these alone."""
     config, actor = run.config, run.actor.model
+    lora = config.actor.lora
+    if lora is not None and lora.by_source:
+        with run.runtime.phases("save"):
+            actor.save_adapter(Path(config.out, "adapter"))
+        log.line(f"wrote {config.out}/adapter: {', '.join(lora.names)}")
+        return
     with run.runtime.phases("save"):
         # gathered as they were trained, and rounded once, when they are written
         weights = actor.named_weights(torch.float32, BUCKET_BYTES)
@@ -302,7 +312,7 @@ def finish(run: SupervisedRun, log: RunLog) -> None:
         if config.actor.ema:
             weights = actor.named_average(torch.float32, BUCKET_BYTES)
             export(weights, shapes, run, Path(config.out, "ema"))
-        if config.actor.lora is not None:
+        if lora is not None:
             actor.save_adapter(Path(config.out, "adapter"))
     log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
 

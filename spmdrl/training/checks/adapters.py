@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from spmdrl.config import PpoConfig, TrainConfig, require
+from spmdrl.config import PpoConfig, SftConfig, TrainConfig, require
 from spmdrl.distributed.placement import Placement, is_frozen, reference_is_base, training_roles
 from spmdrl.engines.fsdp.lora import check_lora
 from spmdrl.hub.hf_folder import load_hf_config
@@ -59,4 +59,14 @@ def check_no_sources(name: str, role: TrainConfig, reason: str) -> None:
     require(
         role.lora is None or not role.lora.by_source,
         f"{name}.lora.by_source: {reason}, so it has one adapter: leave by_source out",
+    )
+
+
+def check_average(config: SftConfig) -> None:
+    """Raises ConfigError where fine-tuning would keep an average of several adapters."""
+    lora = config.actor.lora
+    require(
+        config.actor.ema == 0 or lora is None or not lora.by_source,
+        f"actor.ema={config.actor.ema} has no effect with actor.lora.by_source: fine-tuning writes "
+        "several adapters and not their average. Leave it out",
     )

@@ -89,7 +89,7 @@ def describe_supervised(
         f"micro-batches of {budget} tokens",
         f"  {num_rows} rows / {data.batch_size} = {num_rows // data.batch_size} steps an epoch: "
         f"{config.steps} steps are {config.steps * data.batch_size / max(num_rows, 1):.2f} epochs",
-        f"  {config.out} is written in {out_dtype(config)}",
+        written_line(config),
         *distillation_lines(config),
         "placement",
         *(role_line(n, role, tuple(range(world))) for n, role in training_roles(config).items()),
@@ -109,6 +109,14 @@ def distillation_lines(config: SupervisedConfig) -> list[str]:
         f"  distillation from {config.ref.model}: {d.coef:g} x {d.loss} over its {d.topk} "
         f"likeliest tokens, beside {config.cross_entropy_coef:g} x cross-entropy",
     ]
+
+
+def written_line(config: SupervisedConfig) -> str:
+    """Returns a line that says what the run leaves."""
+    lora = config.actor.lora
+    if lora is not None and lora.by_source:
+        return f"  {config.out}/adapter is written in float32: {', '.join(lora.names)}"
+    return f"  {config.out} is written in {out_dtype(config)}"
 
 
 def out_dtype(config: SupervisedConfig) -> str:

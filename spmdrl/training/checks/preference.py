@@ -51,7 +51,7 @@ def check_preference(config: PreferenceTrainingConfig, world: int, warn: bool = 
     hf = load_hf_config(config.model)
     check_positions(hf, config.data.max_tokens)
     check_lora("actor", config.actor, hf)
-    check_no_sources("actor", config.actor, "rows of this program have no data source")
+    check_no_sources("actor", config.actor, "a row of answers has no data source")
     check_vision(hf, {"actor": config.actor})
     check_pixels(hf, as_sft(config.data))
     if config.actor.engine == "megatron":

@@ -20,7 +20,7 @@ from spmdrl.engines.fsdp.lora import check_lora
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.model_files import check_model_files
 from spmdrl.hub.remote_code import allow_code
-from spmdrl.training.checks.adapters import check_no_sources
+from spmdrl.training.checks.adapters import check_average
 from spmdrl.training.checks.common import (
     check_checkpoint,
     check_decay,
@@ -54,7 +54,7 @@ def check_sft(config: SftConfig, world: int, warn: bool = True) -> None:
     check_sft_distillation(config, hf)
     check_positions(hf, config.data.max_tokens)
     check_lora("actor", config.actor, hf)
-    check_no_sources("actor", config.actor, "rows of this program have no data source")
+    check_average(config)
     roles = training_roles(config)
     check_vision(hf, roles)
     check_pixels(hf, config.data)

@@ -239,6 +239,8 @@ def file_lines(ended: FinishedRun) -> list[str]:
     model: list[tuple[Path, str]] = []
     if isinstance(config, SupervisedConfig):
         model = [(Path(config.out), "the trained model, for transformers, vLLM and spmdrl.ppo")]
+        if config.actor.lora is not None and config.actor.lora.by_source:
+            model = [(Path(config.out, "adapter"), "the adapters, for peft, vLLM and spmdrl.ppo")]
     entries = [
         *model,
         (run_dir / METRICS, "all numbers of each step"),
