@@ -181,17 +181,27 @@ def rollout_gaps(
     if num_adapters:
         requests = [replace(r, adapter=i % num_adapters) for i, r in enumerate(requests)]
     answers = rollout.generate(requests, SamplingParams(temperature=1.0, max_tokens=12))
+    return answer_gaps(actor, ranks, requests, answers, asked, images, num_adapters > 0)
+
+
+def answer_gaps(
+    actor: Any, ranks: Any, requests: Sequence[Request], answers: Sequence[Completion],
+    asked: Sequence[Prompt] = (), images: BatchImages | None = None, routed: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """How far the logprob of each token of the answers is from the trainer's. asked: the prompts,
+    where they have images. routed: the requests say which adapter answered.
+    """
     both = list(zip(requests, answers, strict=True))
     batch = empty_batch(torch.tensor([len(r.prompt_ids) + len(a.token_ids) for r, a in both]))
     batch.token_ids = torch.tensor([id for r, a in both for id in r.prompt_ids + a.token_ids])
     rows = [([0.0] * len(r.prompt_ids), a.logprobs) for r, a in both]
     batch.rollout_logprobs = torch.tensor([x for none, some in rows for x in none + some])
     batch.loss_mask = (batch.rollout_logprobs != 0).float()
-    if prompts:
+    if asked:
         batch.prompts = torch.tensor([prompt.id for prompt in asked])
-    if num_adapters:
+    if routed:
         batch.adapters = torch.tensor([r.adapter for r in requests])
-    assert batch.loss_mask.sum() > 100
+    assert batch.loss_mask.sum() > 4 * len(requests)
     batch = on_data_ranks(ranks, batch)
     away = actor.logprobs(batch, 1.0, images=images).logprobs - batch.rollout_logprobs
     return away.abs()[batch.loss_mask.bool()]

@@ -63,9 +63,15 @@ def units_by_prefix(batch: Batch, max_tokens: int) -> list[Unit]:
 
 
 def by_group(batch: Batch) -> list[list[int]]:
-    """The numbers of the sequences of each group, ascending."""
-    order = torch.argsort(batch.groups, stable=True)
-    counts = batch.groups[order].unique_consecutive(return_counts=True)[1]
+    """The numbers of the sequences of each group, ascending; those of several adapters, in which
+    the same tokens have other hidden states, apart.
+    """
+    groups = batch.groups
+    if batch.adapters is not None and batch.num_seqs > 0:
+        both = torch.stack([groups, batch.adapters], dim=1)
+        groups = both.unique(dim=0, return_inverse=True)[1]
+    order = torch.argsort(groups, stable=True)
+    counts = groups[order].unique_consecutive(return_counts=True)[1]
     return [part.tolist() for part in order.split(counts.tolist())]
 
 

@@ -22,6 +22,7 @@ from spmdrl.config import (
     WeightsConfig,
 )
 from spmdrl.data.source_adapters import AdapterRoutes, check_adapter_sources
+from spmdrl.rollout.base import Completion, Request, SamplingParams
 from spmdrl.types import Batch
 
 # clipped at every update; moments and weight decay move what has no gradient
@@ -44,6 +45,8 @@ def batch_of(adapters: tuple[int, ...]) -> Batch:
     """
     batch = whole_batch()
     batch.adapters = torch.arange(9) % 3
+    batch.token_ids[batch.cu_seqlens[:-1]] = 4
+    batch.token_ids[batch.cu_seqlens[:-1] + 1] = 5  # all begin alike, as chats do
     return batch.select([i for i in range(9) if i % 3 in adapters])
 
 
@@ -102,11 +105,24 @@ def resumed_on(topology: Any, model: str, folder: str) -> Any:
     return metrics, {name: weights_of(engine, name) for name in NAMES}
 
 
+def asked_again(rollout: Any) -> tuple[list[Request], list[Completion]]:
+    """Asks one prompt, longer than a block of vLLM's prefix cache, of one adapter after another."""
+    requests, answers = [], []
+    for adapter in (0, 1, 2, 0):
+        requests.append(Request([5 + i % 50 for i in range(40)], 7, adapter=adapter))
+        (id,) = rollout.add(requests[-1:], SamplingParams(max_tokens=12, ignore_eos=True))
+        ended: dict[int, Completion] = {}
+        while not ended:
+            ended = dict(rollout.step())
+        answers.append(ended[id])
+    return requests, answers
+
+
 def pushed_on(topology: Any, model: str, tp: int) -> Any:
     """Pushes twice into vLLM: how far its log-probabilities are from the trainer's of the row's
     own adapter, and of another one; the bytes; whether one changed element is noticed.
     """
-    from rollout_checks import rollout_gaps
+    from rollout_checks import answer_gaps, rollout_gaps
 
     from spmdrl.distributed.topology import Topology
     from spmdrl.rollout.base import WeightMismatch
@@ -124,6 +140,9 @@ def pushed_on(topology: Any, model: str, tp: int) -> Any:
         update(actor, batch_of((0, 1, 2)))
         stats.append(weights.push().planned_bytes)
         near.append(rollout_gaps(actor, actor.topology, rollout, num_adapters=3).max().item())
+    again = asked_again(rollout)
+    near.append(answer_gaps(actor, actor.topology, *again, routed=True).max().item())
+    assert again[1][0] == again[1][-1] != again[1][1]
     with torch.no_grad():
         for name, p in actor.module.named_parameters():
             if ".lora_B.math." in name:
