@@ -1,4 +1,4 @@
-"""Which of several adapters a row belongs to, by its data source (LoraConfig.by_source)."""
+"""Says which of several adapters a row belongs to, by its data source (LoraConfig.by_source)."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ OF_NAMED = re.compile(r"^(.+)\.lora_([AB])(?:\.([^.]+))?\.weight$")
 
 
 class AdapterPart(NamedTuple):
-    """What the name of an adapter's weight says."""
+    """Holds what the name of an adapter's weight says."""
 
     layer: str
     kind: str  # "A" | "B"

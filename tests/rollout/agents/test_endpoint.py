@@ -29,9 +29,11 @@ from spmdrl.config import (
     AgentConfig,
     ConfigError,
     DataConfig,
+    LoraConfig,
     PpoConfig,
     RolloutConfig,
     ServeConfig,
+    TrainConfig,
 )
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.workers.caller import Submitted
@@ -43,7 +45,7 @@ from spmdrl.rollout.agents.samples import NO_TURN, from_json, to_json, training_
 from spmdrl.rollout.agents.server import EndpointServer, listen
 from spmdrl.rollout.agents.session import Session
 from spmdrl.rollout.agents.trajectory import Trajectory
-from spmdrl.rollout.base import Completion
+from spmdrl.rollout.base import Completion, Request
 from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.sampling import questions_of, sample_questions, training_params
 from spmdrl.rollout.scheduler import Scheduler
@@ -56,6 +58,8 @@ CONFIG = PpoConfig(
         engine="hf", n=1, max_tokens=100, dtype="float32", temperature=TEMPERATURE
     ),
     agents=AgentConfig(timeout_s=100, max_turns=9), serve=ServeConfig(max_body_mib=1),
+    # which adapter is named by a request; this engine has none
+    actor=TrainConfig(lora=LoraConfig(by_source={"async": "a", "*": "b"})),
 )  # fmt: skip
 
 
@@ -69,6 +73,7 @@ class Round:
     samples: dict[str, Sample]  # by case
     engine: HfEngine
     pool: AgentPool
+    asked: list[Request]  # of the engine
 
     def output(self, case: str) -> Any:
         sample = self.samples[case]
@@ -88,6 +93,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Round]:
         alone = Topology.build(torch.device("cpu"), dp=1, tp=1)
         engine = HfEngine(str(model), CONFIG.rollout, 200, alone)
         pool = AgentPool(CONFIG, tokenizer, 0, 1, "the key", len(tokenizer))
+        asked, add = list[Request](), engine.add
+        engine.add = lambda requests, params: asked.extend(requests) or add(requests, params)
         try:
             prompts = [
                 (i, Prompt(i, [5], "async", "t", "p", {"case": case}))
@@ -103,7 +110,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Round]:
             assert not left and not pool.running and not pool.ended
             names = [*CASES, *AGENTS]
             played = {f"{names[s.group]} {s.index}".removesuffix(" 0"): s for s in samples}
-            yield Round(played, engine, pool)
+            yield Round(played, engine, pool, asked)
         finally:
             pool.close()
             engine.shutdown()
@@ -146,6 +153,12 @@ def test_openai_responses_goes_on_by_id_or_by_items(played: Round) -> None:
     # the item that goes on by id names the call alone
     told = [m for row in rows for m in row.messages if m["role"] == "tool"]
     assert [message["name"] for message in told] == ["add"]
+
+
+def test_a_call_names_the_adapter_of_its_data_source(played: Round) -> None:
+    counts = [sum(request.adapter == i for request in played.asked) for i in (0, 1)]
+    others = [s for s in played.samples.values() if s.prompt.data_source != "async"]
+    assert counts[0] > counts[1] == sum(sample.num_turns for sample in others) > 0
 
 
 def test_texts_go_on_with_the_tokens_that_were_sampled(played: Round) -> None:
