@@ -57,7 +57,7 @@ class LoraConfig:
     # of fsdp, of the actor: several adapters that are trained in one run: data_source -> the name
     # of the adapter that answers its prompts and learns from them; "*": of all other sources.
     # Empty: there is one adapter. docs/lora.md
-    by_source: Mapping[str, str] = field(default_factory=dict)
+    by_source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def names(self) -> tuple[str, ...]:

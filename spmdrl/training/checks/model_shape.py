@@ -128,7 +128,7 @@ def quantized_weights(shape: ModelShape, role: TrainConfig) -> tuple[int, int]:
 
 def adapter_parameters(shape: ModelShape, role: TrainConfig) -> int:
     """Returns the number of parameters of all of a role's adapters."""
-    key = (repr(role.lora), role.freeze_vision)
+    key = (role.lora, role.freeze_vision)
     if key not in shape.known:
         shape.known[key] = adapter_count(shape.hf, role)
     return int(shape.known[key])
