@@ -114,8 +114,7 @@ class SftDataset:
         """
         require_eos(tokenizer)
         keys = (config.prompt_key, config.response_key, "messages")
-        others = ("completion", "input", "output", "instruction")
-        others = (*others, *SOURCES)
+        others = ("completion", "input", "output", "instruction", *SOURCES)
         columns = (*columns_at(*keys), *others, "images", "image", config.video_key, "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
         written = None if vision is None else vision.family.text

@@ -32,9 +32,10 @@ LORA = replace(ALONE, by_source={"sums": "math", "mbpp": "code", "*": "rest"})
 NAMES = ("code", "math", "rest")
 TRAIN = replace(CONFIG, lora=LORA, optim=OPTIM)
 LAYOUTS = {
-    1: [TRAIN, replace(TRAIN, activation_checkpointing=True, micro_batch_tokens=500)],
-    2: [TRAIN, replace(TRAIN, fsdp=1, micro_batch_tokens=41), replace(TRAIN, ulysses=2)],
-}
+    1: [TRAIN],
+    2: [TRAIN, replace(TRAIN, fsdp=1, micro_batch_tokens=41),
+        replace(TRAIN, ulysses=2, activation_checkpointing=True)],
+}  # fmt: skip
 # whose rows an update is given: after the first, "math" has no token for once
 UPDATES = ((0, 1, 2), (0, 2), (0, 1, 2))
 
