@@ -231,7 +231,7 @@ def hosted(model: Any, optimizer: Any, config: PpoConfig) -> ExternalActor:
 def check_use(config: PpoConfig) -> None:
     """Refuses what only a program of our own can do."""
     for name in (
-        "activation_checkpointing", "model", "ema", "lora", "mtp_loss_scaling_factor",
+        "activation_checkpointing", "model", "ema", "fp8", "lora", "mtp_loss_scaling_factor",
     ):  # fmt: skip
         require(
             getattr(config.actor, name) in (False, None, getattr(TrainConfig(), name)),

@@ -99,6 +99,9 @@ class TrainConfig:
     kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE
     attention: Literal["auto", "flash_attn", "torch"] = "auto"  # of fsdp, on GPUs in bfloat16
     compile: bool = False  # of fsdp: torch.compile of each decoder layer
+    # of fsdp, in bfloat16: the linear layers of the decoder layers multiply in FP8, with scales of
+    # this recipe of torchao; None: in dtype. docs/fp8.md
+    fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     # of fsdp: tokens with which the sequences of a group begin, their prompt, are computed once in
     # a micro-batch; auto: where the model can. docs/shared_prefix.md
     shared_prefix: bool | Literal["auto"] = "auto"

@@ -32,6 +32,14 @@ def is_amd() -> bool:
     return torch.version.hip is not None
 
 
+def multiplies_fp8() -> bool:
+    """Returns whether this rank's GPU has instructions for products in FP8 that torch calls:
+    NVIDIA's from Ada and Hopper (compute capability 8.9) on. On AMD's nothing was tried, so that
+    the answer is no.
+    """
+    return not is_amd() and torch.cuda.get_device_capability() >= (8, 9)
+
+
 def vendor_of_unused_gpus() -> str | None:
     """Returns whose GPUs ("NVIDIA" or "AMD") this host has, for when PyTorch finds none; None where
     there are none, or a variable of the environment hides them.

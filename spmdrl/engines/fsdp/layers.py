@@ -33,6 +33,7 @@ from spmdrl.distributed.accelerator import require_compiler
 from spmdrl.distributed.torch_compat import copy_with
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.compat import apply_liger, liger_model_types
+from spmdrl.engines.fsdp.float8 import use_fp8
 from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
 from spmdrl.hub.hf_folder import sees_images, towers
@@ -68,6 +69,8 @@ def use_layers(hf: Any, config: TrainConfig, device: torch.device, strict: bool)
     """Gives the model the layers that it is trained with, and freezes its tower if asked to."""
     if not strict:
         use_kernels(hf, config, device)
+    if config.fp8 is not None:
+        use_fp8(hf, config.fp8)
     use_attention(hf, config, device)
     run_per_sequence(hf)
     if config.freeze_vision:

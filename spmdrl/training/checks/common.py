@@ -277,6 +277,7 @@ def check_vision(
             f"{name}.engine='megatron'": role.engine == "megatron" and not has_trained_tower(hf),
             f"{name}.compile": role.compile,
             f"{name}.kernels='liger'": role.kernels == "liger",
+            f"{name}.fp8": role.fp8 is not None,
         }  # fmt: skip
     found = [name for name, value in wanted.items() if value]
     require(

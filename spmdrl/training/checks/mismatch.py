@@ -68,6 +68,7 @@ def check_explain_mismatch(
         ("compile", False, "compiled layers cannot be read"),
         ("ulysses", 1, "each rank has a part of a sequence's tokens"),
         ("lora", None, "an adapter's layers have other names than the engine's, which are merged"),
+        ("fp8", None, "its products differ from the engine's by more than rounding to bfloat16"),
         ("router_replay", None, "the trainer uses the engine's experts, so that none can flip"),
     ):
         require(

@@ -53,6 +53,7 @@ from spmdrl.training.checks.common import (
 )
 from spmdrl.training.checks.distillation import check_distillation, check_tokenizers
 from spmdrl.training.checks.judge import check_judge, check_judge_files
+from spmdrl.training.checks.fp8 import check_fp8
 from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.mismatch import check_explain_mismatch
 from spmdrl.training.checks.ranges import check_bounds
@@ -149,6 +150,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
         strict = config.strict and name == "actor"
         check_sharing(name, role, role.model or config.model, strict)
         check_router_aux_loss(name, role, role.model or config.model)
+        check_fp8(name, role, role.model or config.model)
     check_adapters(config, placement, hf)
     if "ref" in training_roles(config):
         check_reference(config, placement)

@@ -54,7 +54,7 @@ def check_strict(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
         "another order; leave it out",
     )
     for field, usual in (("kernels", "spmdrl"), ("attention", "auto"), ("compile", False),
-                          ("ulysses", 1), ("lora", None)):  # fmt: skip
+                          ("ulysses", 1), ("lora", None), ("fp8", None)):  # fmt: skip
         require(
             getattr(actor, field) == usual,
             f"strict=True does not go with actor.{field}={getattr(actor, field)!r}: the operators, "

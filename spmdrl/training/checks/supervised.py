@@ -36,6 +36,7 @@ from spmdrl.training.checks.common import (
     warnings_of_run,
 )
 from spmdrl.training.checks.distillation import check_sft_distillation, check_tokenizers
+from spmdrl.training.checks.fp8 import check_fp8
 from spmdrl.training.checks.length import check_length
 from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.router_aux_loss import check_router_aux_loss
@@ -158,6 +159,7 @@ def check_supervised(
     for name, role in roles.items():
         check_sharing(name, role, role.model or config.model)
         check_router_aux_loss(name, role, role.model or config.model)
+        check_fp8(name, role, role.model or config.model)
     check_model_files(
         "model", config.model, load_hf_config(config.model),
         is_policy=not isinstance(config, RewardTrainingConfig),

@@ -1,0 +1,52 @@
+"""Checks whether a role's layers can multiply in FP8 (TrainConfig.fp8)."""
+
+from __future__ import annotations
+
+import torch
+
+from spmdrl.config import TrainConfig, require
+from spmdrl.distributed.accelerator import multiplies_fp8
+from spmdrl.engines.fsdp.experts import expert_modules
+from spmdrl.engines.fsdp.float8 import fp8_layers, require_torchao
+from spmdrl.hub.hf_folder import load_hf_config, meta_model
+
+
+def check_fp8(name: str, role: TrainConfig, model: str) -> None:
+    """name: of the role; model: its model. Raises ConfigError."""
+    if role.fp8 is None:
+        return
+    asked = f"{name}.fp8={role.fp8!r}"
+    require(
+        role.engine == "fsdp",
+        f"{asked} does not go with {name}.engine={role.engine!r}: Megatron-core computes in FP8 "
+        "(its fp8_format and fp8_recipe) with the layers of TransformerEngine alone, which are not "
+        "built here. Use engine 'fsdp', or leave fp8 out",
+    )
+    require(
+        role.dtype == "bfloat16",
+        f"{asked} with {name}.dtype={role.dtype!r}: what is beside these products would be more "
+        "exact than they are, for twice the memory; use dtype='bfloat16'",
+    )
+    require(
+        role.lora is None,
+        f"{asked} does not go with {name}.lora: FP8 makes the products of large trained weights "
+        "faster, and of adapters both factors are small; leave one of them out",
+    )
+    require_torchao(asked)
+    shell = meta_model(load_hf_config(model))
+    require(
+        not expert_modules(shell),
+        f"{asked}: a mixture's experts, most of its weights, are no linear layers and would "
+        "multiply in bfloat16 as before: leave fp8 out",
+    )
+    require(
+        bool(fp8_layers(shell)),
+        f"{asked} has no effect: no decoder layer of model type {shell.config.model_type!r} has a "
+        "linear layer with two widths that are multiples of 16; leave it out",
+    )
+    if torch.cuda.is_available():
+        require(
+            multiplies_fp8(),
+            f"{asked}: {torch.cuda.get_device_name()} has no products in FP8, which NVIDIA's GPUs "
+            "have from compute capability 8.9 on (L4, L40S, RTX 40, H100 and later): leave fp8 out",
+        )
