@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from spmdrl.config import TrainConfig, checkpointing_of
+from spmdrl.engines.fsdp.float8 import fp8_layers
 from spmdrl.engines.fsdp.sharding import gathers_once
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.layout import moe_layers, settings_of
@@ -73,9 +74,26 @@ def fsdp_pass(
         head=head_bytes(shape, tokens, trained, on_gpu),
         units=layer_bytes(role, shape, width, learns, sharers)
         - (shape.layer * width if once else 0)
-        + 4 * layers_in_float32(shape, role) * trained,
+        + 4 * layers_in_float32(shape, role) * trained
+        + fp8_bytes(role, shape, tokens),
         end=end,
     )
+
+
+def fp8_bytes(role: TrainConfig, shape: ModelShape, tokens: int) -> float:
+    """Returns the bytes that rounding to FP8 takes in the layer that takes most (TrainConfig.fp8).
+
+    Uncompiled it goes through several float32 copies of a factor: at most 15 bytes for each number
+    of the largest one, measured on a CPU (docs/fp8.md). What is compiled writes FP8 alone: in a
+    backward pass the gradient in two orders, the weight and the input.
+    """
+    if role.fp8 is None:
+        return 0.0
+    largest = max(
+        max(layer.weight.numel(), tokens * max(layer.weight.shape))
+        for layer in fp8_layers(shape.shell).values()
+    )
+    return (4.0 if role.compile else 15.0) * largest
 
 
 def layer_bytes(

@@ -52,8 +52,8 @@ from spmdrl.training.checks.common import (
     warnings_of_run,
 )
 from spmdrl.training.checks.distillation import check_distillation, check_tokenizers
-from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.fp8 import check_fp8
+from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.mismatch import check_explain_mismatch
 from spmdrl.training.checks.ranges import check_bounds
