@@ -11,8 +11,6 @@ names, so that nothing else of the engine knows of it.
 | tensorwise | a scale for each tensor, e4m3 | the same, the gradient in e5m2 | the same |
 | rowwise | a scale for each row, e4m3 | a scale for each row | a scale for each row |
 | rowwise_with_gw_hp | as rowwise | as rowwise, a scale for the whole weight | in bfloat16 |
-
-rowwise and rowwise_with_gw_hp round their scales down to powers of two.
 """
 
 from __future__ import annotations
@@ -27,6 +25,10 @@ from spmdrl.config import ConfigError
 from spmdrl.distributed.env import show_package
 from spmdrl.engines.fsdp.model import decoder_layers
 
+# Scales are rounded down to powers of two with every recipe; torchao's own tensorwise has others.
+# With these a value is rounded alike whatever stands beside it in a micro-batch, unless it is very
+# small: the log-probabilities of a policy before an update are those that the update begins with.
+POWERS_OF_TWO = True
 MULTIPLE = 16  # of both widths of a layer: torch._scaled_mm takes no others
 # the recipe whose gradient of a weight is no product in FP8: nothing is as long as the tokens
 WEIGHT_GRADIENT_IN_BFLOAT16 = "rowwise_with_gw_hp"
@@ -58,7 +60,7 @@ def use_fp8(hf: PreTrainedModel, recipe: str) -> None:
     chosen = fp8_layers(hf)
     config = replace(
         Float8LinearConfig.from_recipe_name(recipe),
-        round_scales_to_power_of_2=True,
+        round_scales_to_power_of_2=POWERS_OF_TWO,
         pad_inner_dim=recipe != WEIGHT_GRADIENT_IN_BFLOAT16,
     )
     convert_to_float8_training(
