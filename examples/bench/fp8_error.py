@@ -72,6 +72,7 @@ def numbers(model: str, config: TrainConfig, topology: Topology, batch: Batch) -
         p.grad.full_tensor().flatten().cpu() for p in engine.params
     )
     engine.update(batch, policy_objective(AlgoConfig()), 1.0)
+    del engine.optimizer.step  # which refers to the engine: its memory is to be free for the next
     return [logprobs, torch.cat(grads)]
 
 

@@ -1,8 +1,8 @@
 """Prepares a program's process before it imports torch and transformers.
 
-torchao has our 8-bit optimizer, bitsandbytes quantises the base of adapters. transformers, peft and
-vLLM import them wherever they are installed, for quantised models: a second for each rank, and
-lines about libraries that do not load.
+torchao has our 8-bit optimizer and FP8 layers, bitsandbytes quantises the base of adapters.
+transformers, peft and vLLM import them wherever they are installed, for quantised models: a second
+for each rank, and lines about libraries that do not load.
 """
 
 from __future__ import annotations
