@@ -407,6 +407,17 @@ def test_one_shard_holds_all_weights_in_the_dtype_of_compute(shapes):
     assert weights(2) == 2 * shape.matrix
 
 
+def test_rounding_to_fp8_has_copies(shapes):
+    """The largest factor is gate_proj, or what goes into down_proj: rows of 12,288."""
+    shape = shape_of(str(shapes / "Qwen3-8B"), "policy")
+    plain = fsdp_pass(TrainConfig(), shape, 1024, True, True, 8)
+    for tokens, largest in ((1024, 4096 * 12288), (16384, 16384 * 12288)):
+        for fields, num_bytes in (({}, 15), ({"compile": True}, 4)):
+            config = TrainConfig(fp8="rowwise", **fields)
+            found = fsdp_pass(config, shape, tokens, True, True, 8)
+            assert found.units == plain.units + num_bytes * largest
+
+
 def test_roles_on_ranks_of_their_own_have_tables_of_their_own(shapes):
     config = grpo(shapes, "Qwen3-8B", placement={"actor": "0-5", "rollout": "6-7"})
     plan = memory_plan(config, 8, gpu_gib=80.0)

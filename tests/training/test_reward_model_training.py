@@ -213,7 +213,8 @@ def test_options_of_the_engine_hold_here_too(folder):
         scores_of(folder / out, ["3+4=7", "3+4=8"]) for out in ("out_saving", "out_saving/ema")
     )
     assert not torch.equal(scores, average)
-    half = learn(folder, 2, "half", "--actor.dtype", "bfloat16", "--actor.optim.name", "adamw8bit")
+    half = learn(folder, 2, "half", "--actor.dtype", "bfloat16", "--actor.fp8", "rowwise",
+                 "--actor.optim.name", "adamw8bit")  # fmt: skip
     assert half[1]["reward_model/loss"] == pytest.approx(right[1]["reward_model/loss"], rel=1e-2)
 
 
