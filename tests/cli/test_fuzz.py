@@ -12,7 +12,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def typed(hint: Any) -> st.SearchStrategy:
         return simple[hint]
     if origin is typing.Literal:
         return st.sampled_from(parts)
-    if origin is tuple:
+    if origin in (tuple, Sequence):
         return st.lists(typed(parts[0]), max_size=3).map(tuple)
     if origin is typing.get_origin(Callable[..., Any]):
         return st.just(lambda response, ground_truth: 0.0)

@@ -26,8 +26,8 @@ from spmdrl.distributed.env import show_package
 from spmdrl.engines.fsdp.model import decoder_layers
 
 # Scales are rounded down to powers of two with every recipe; torchao's own tensorwise has others.
-# With these a value is rounded alike whatever stands beside it in a micro-batch, unless it is very
-# small: the log-probabilities of a policy before an update are those that the update begins with.
+# With these a value is rounded alike under every scale, unless it is so much smaller than the
+# largest one that FP8 has fewer bits for it: what stands beside it in a micro-batch counts less.
 POWERS_OF_TWO = True
 MULTIPLE = 16  # of both widths of a layer: torch._scaled_mm takes no others
 # the recipe whose gradient of a weight is no product in FP8: nothing is as long as the tokens
