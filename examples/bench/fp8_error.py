@@ -9,8 +9,9 @@ gradient_error, gradient_cosine: |g - g32| / |g32| and the cosine of the angle, 
 between_logprob_max, between_gradient: the largest difference of a log-probability, and the relative
 one of gradients, between all sequences in one micro-batch and one in each
 
-The last rows have `own scales`: torchao's recipe as it is, whose tensorwise scales are no powers of
-two. FP8 products of a CPU are exact sums of rounded factors; those of a GPU are a little coarser.
+The last row has `own scales`: torchao's recipe as it is, whose tensorwise scales are no powers of
+two. `--cases` takes names with semicolons between them; the first is always computed. A CPU adds up
+products of rounded factors in float32, a GPU with fewer bits (docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -80,11 +81,12 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def rows(model: str, topology: Topology, batch: Batch, length: int) -> Any:
+def rows(model: str, topology: Topology, batch: Batch, length: int, chosen: str | None) -> Any:
     """Yields a row of each case; the first is what the others are compared with."""
     exact: list[Tensor] = []
     optim = OptimConfig(clip_norm=1e9)
-    for name, fields, are_powers in CASES:
+    names = {name for name, *_ in CASES} if chosen is None else {CASES[0][0], *chosen.split(";")}
+    for name, fields, are_powers in (case for case in CASES if case[0] in names):
         float8.POWERS_OF_TWO = are_powers
         config = TrainConfig(micro_batch_tokens=batch.num_tokens, optim=optim, **fields)
         logprobs, grad = numbers(model, config, topology, batch)
@@ -102,11 +104,14 @@ def rows(model: str, topology: Topology, batch: Batch, length: int) -> Any:
         }  # fmt: skip
 
 
-def main(model: str, text: str = "README.md", sequences: int = 8, length: int = 64) -> None:
+def main(
+    model: str, text: str = "README.md", sequences: int = 8, length: int = 64,
+    cases: str | None = None,
+) -> None:  # fmt: skip
     """model: a Hugging Face folder. text: a file whose first tokens are the sequences."""
     prepare_environment()
     topology = Topology.build(start_process_group(timedelta(minutes=5)), dp=1, fsdp=1)
-    for row in rows(model, topology, batch_of(model, text, sequences, length), length):
+    for row in rows(model, topology, batch_of(model, text, sequences, length), length, cases):
         print(json.dumps({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()}),
               flush=True)  # fmt: skip
     dist.destroy_process_group()
