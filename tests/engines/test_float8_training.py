@@ -294,7 +294,7 @@ def test_what_does_not_go_with_it(qwen3, tmp_path, monkeypatch):
         if is_fine:
             checks.check_fp8("critic", role, str(qwen3))
         else:
-            with pytest.raises(ConfigError, match="A100-SXM4-80GB has no products in FP8"):
+            with pytest.raises(ConfigError, match="on NVIDIA A100-SXM4-80GB: products in FP8"):
                 checks.check_fp8("critic", role, str(qwen3))
 
 

@@ -47,6 +47,7 @@ def check_fp8(name: str, role: TrainConfig, model: str) -> None:
     if torch.cuda.is_available():
         require(
             multiplies_fp8(),
-            f"{asked}: {torch.cuda.get_device_name()} has no products in FP8, which NVIDIA's GPUs "
-            "have from compute capability 8.9 on (L4, L40S, RTX 40, H100 and later): leave fp8 out",
+            f"{asked} on {torch.cuda.get_device_name()}: products in FP8 need a GPU of NVIDIA with "
+            "compute capability 8.9 or more (L4, L40S, RTX 40, H100 and later), and on AMD's "
+            "nothing was tried: leave fp8 out",
         )
