@@ -55,6 +55,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
+    assert not re.search(r"^(<<<<<<<|=======|>>>>>>>)", text, re.M), "a merge was not finished"
     targets = set(re.findall(r"^([a-z.-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"`make ([a-z.-]+)", text)) <= targets
     paths = re.findall(
