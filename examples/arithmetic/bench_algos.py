@@ -8,8 +8,8 @@ spmdrl.ppo with examples/arithmetic/noisy.py, on one rank with one thread, under
 seed is that of training; data, model and the verifier's errors stay the same.
 
 What came of a run is kept in runs/bench_algos, so a second call makes only the runs that are not
-there, or whose command or config is another now; --again makes them all. Writes docs/bench_algos.md and
-docs/pictures/bench_algos.png; where some of the methods were asked for, or a run failed, into
+there, or whose command or config is another now; --again makes them all. Writes docs/bench_algos.md
+and docs/pictures/bench_algos.png; where some of the methods were asked for, or a run failed, into
 runs/bench_algos instead, so that the documents always hold all of them. --report writes them from
 the runs that are there and makes none.
 """

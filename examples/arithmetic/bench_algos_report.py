@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
-from noisy import ERRORS, UPDATES, config
+from noisy import ERRORS, config
 
 from spmdrl.config import AlgoConfig
 
@@ -197,8 +197,9 @@ BEGINNING = """\
 
     make bench-algos
 
-`python examples/arithmetic/bench_algos.py --kind losses`, `--only rloo gpg`, `--seeds 0` run parts of it. What was run is not run
-again; with `--report` page and picture are written from it alone."""
+`python examples/arithmetic/bench_algos.py` with `--kind losses`, `--only rloo gpg` or `--seeds 0`
+makes a part of the runs. A run that has been made is kept, so a call that was interrupted goes on
+where it stopped; `--report` writes page and picture from the runs that are there."""
 
 HOW_TO_READ = """\
 - `after`: share of right greedy answers to 256 held-out questions at the end. The standard error of
@@ -211,43 +212,47 @@ HOW_TO_READ = """\
 def document(
     summaries: Sequence[Summary], without_runs: Mapping[str, Mapping[str, str]], picture: str
 ) -> str:
-    parts = [BEGINNING, introduction(summaries), f"![held-out accuracy by step]({picture})", caption(),
-             "## Does the task separate the methods?", separation_text(summaries)]  # fmt: skip
+    plot = f"![held-out accuracy by step]({picture})"
+    parts = [BEGINNING, introduction(summaries), plot, caption(summaries)]
+    parts += ["## What separates the methods", separation_text(summaries)]
     for kind, title in TITLES.items():
         parts += [f"## {title}", table(of_kind(summaries, kind), without_runs[kind])]
-    return "\n\n".join([*parts, HOW_TO_READ, NOTES]) + "\n"
+    return "\n\n".join([*parts, HOW_TO_READ]) + "\n"
 
 
 def introduction(summaries: Sequence[Summary]) -> str:
-    data, algo = config.data, config.algo
-    optim = config.actor.optim
-    text = f"""Two-digit addition, as in `make quickstart`: a Qwen3 of 0.4 million weights, fine-tuned
-        once on solved additions most of which forget the carry, so that it begins at
-        {summaries[0].at(0)[0]:.2f}. The verifier of the training data is wrong in
-        {ERRORS:.0%} of its verdicts, right answers and wrong ones alike. Which verdicts, is drawn by the
-        row and the index of the sample, so the errors are the same for every method and seed.
-        Held-out answers are judged without error. A run has
-        {config.steps} steps x {data.prompts_per_step} prompts x {config.rollout.n} samples and
-        {algo.mini_batches} updates a step, without an entropy bonus; the learning rate rises to
-        {optim.lr:g} and falls to 0. Every other setting is in `examples/arithmetic/noisy.py`."""
-    return paragraph(text)
-
-
-def caption() -> str:
+    """What was run, on what, and how often."""
+    data, algo, optim = config.data, config.algo, config.actor.optim
+    assert data is not None
+    seeds = sorted({run.seed for summary in summaries for run in summary.runs})
     return paragraph(
-        f"""Held-out accuracy over {config.steps} steps: median of the seeds, and a band from the
-        lowest to the highest. Dashed: the default. The number is the median at the end.
-        `make bench-algos` on {processor()}, {os.cpu_count()} cores, other programs beside it; a run has one rank and one
-        thread."""
+        f"""Two-digit addition, as in `make quickstart`: a Qwen3 of 0.4 million weights, fine-tuned
+        once on solved additions most of which forget the carry, which begins at an accuracy of
+        {summaries[0].at(0)[0]:.2f}. The verifier of the training data is wrong in {ERRORS:.0%} of
+        its verdicts, about right answers and wrong ones alike. The row and the index of the sample
+        decide which verdicts these are, so they are the same in every run. Held-out answers are
+        judged without error. A run has {config.steps} steps x {data.prompts_per_step} prompts x
+        {config.rollout.n} samples and {algo.mini_batches} updates a step, without an entropy bonus;
+        the learning rate rises to {optim.lr:g} and falls to 0. The other settings are in
+        `examples/arithmetic/noisy.py`. Training seeds: {", ".join(map(str, seeds))}."""
+    )
+
+
+def caption(summaries: Sequence[Summary]) -> str:
+    return paragraph(
+        f"""Held-out accuracy over {summaries[0].steps[-1]} steps: median of the seeds, and a band
+        from the lowest to the highest. Dashed: the default of the same part. The number is the
+        median at the end. Run by `make bench-algos` on {processor()}, {os.cpu_count()} cores, with
+        other programs beside it; a run has one rank and one thread."""
     )
 
 
 def separation_text(summaries: Sequence[Summary]) -> str:
+    text = """The standard deviation of the methods' mean accuracies stands beside that of the seeds
+        of one method (the root of the mean variance). F is the ratio of a one-way analysis of
+        variance, near 1 where methods are equal. Methods "that learn" end above the start with
+        every seed; what separates these is no collapse."""
     head = "| methods | number | sd between methods | sd between seeds | F |\n|---|---|---|---|---|"
-    text = """The standard deviation of the methods' mean accuracies beside that of the seeds of one
-        method (the root of the mean variance). F is the ratio of a one-way analysis of variance; it is near 1
-        where methods are equal. "Those that learn" are the methods all of whose seeds end
-        above the start: what separates them is no collapse."""
     return paragraph(text) + "\n\n" + "\n".join([head, *separation_lines(summaries)])
 
 
@@ -275,9 +280,7 @@ def options_of(summary: Summary) -> str:
 
 
 def paragraph(text: str) -> str:
-    return textwrap.fill(
-        " ".join(text.split()), 120, break_on_hyphens=False, break_long_words=False
-    )
+    return textwrap.fill(" ".join(text.split()), 100, break_on_hyphens=False)
 
 
 def processor() -> str:
@@ -286,6 +289,3 @@ def processor() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
-
-
-NOTES = ""

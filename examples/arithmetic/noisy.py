@@ -1,13 +1,12 @@
 """GRPO on two-digit addition with a verifier that is wrong in one verdict of five.
 
-Starts from the model that configs/qwen3_tiny_arithmetic_sft_cpu.py leaves; `make bench-algos` trains
-with every algorithm from this config. Held-out questions are of another data source than those of
-the training data, and their answers are judged without error.
+Starts from the model that configs/qwen3_tiny_arithmetic_sft_cpu.py leaves. `make bench-algos` runs
+this config with every algorithm. Held-out questions are of another data source than those of the
+training data, and their answers are judged without error.
 
 python -m spmdrl.launch --nproc-per-node 1 -m spmdrl.ppo --config examples/arithmetic/noisy.py
 """
 
-import os
 import random
 from typing import Any
 
@@ -22,7 +21,7 @@ from spmdrl.config import (
     TrainConfig,
 )
 
-ERRORS = float(os.environ.get("ERRORS", "0.2"))  # share of the verdicts that are wrong
+ERRORS = 0.2  # share of the verdicts that are wrong
 STEPS = 16
 UPDATES = 8  # of a step
 
@@ -77,7 +76,7 @@ config = PpoConfig(
     actor=TrainConfig(
         dtype="float32",
         optim=OptimConfig(
-            lr=2e-4,
+            lr=3e-4,
             weight_decay=0.0,
             warmup_steps=20,
             schedule="linear",
