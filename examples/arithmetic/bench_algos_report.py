@@ -17,7 +17,7 @@ from noisy import ERRORS, config
 
 from spmdrl.config import AlgoConfig
 
-COLUMNS = 7  # of the picture
+COLUMNS = 5  # of the picture
 COLOURS = {"estimators": "tab:blue", "losses": "tab:orange"}
 DEFAULTS = {"estimators": AlgoConfig().advantage, "losses": AlgoConfig().policy_loss}
 TITLES = {
@@ -147,9 +147,8 @@ def draw(summaries: Sequence[Summary]) -> Figure:
     """A panel for each method; estimators above, losses below."""
     kinds = [kind for kind in TITLES if of_kind(summaries, kind)]
     rows = [-(-len(of_kind(summaries, kind)) // COLUMNS) for kind in kinds]
-    figure = Figure(
-        figsize=(2.0 * COLUMNS, 1.75 * sum(rows) + 0.5 * len(kinds)), layout="constrained"
-    )
+    size = (2.6 * COLUMNS, 1.7 * sum(rows) + 0.5 * len(kinds))
+    figure = Figure(figsize=size, layout="constrained")
     parts = figure.subfigures(len(kinds), 1, squeeze=False, height_ratios=rows)
     for part, kind, num_rows in zip(parts[:, 0], kinds, rows, strict=True):
         draw_kind(part, kind, of_kind(summaries, kind), num_rows)
@@ -158,6 +157,8 @@ def draw(summaries: Sequence[Summary]) -> Figure:
 
 def draw_kind(part: SubFigure, kind: str, summaries: Sequence[Summary], num_rows: int) -> None:
     part.suptitle(TITLES[kind], x=0.01, ha="left", fontsize=12, fontweight="bold")
+    part.supylabel("held-out accuracy", fontsize=9)
+    part.supxlabel("training step", fontsize=9)
     panels = part.subplots(num_rows, COLUMNS, squeeze=False, sharex=True, sharey=True)
     default = next((s for s in summaries if s.name == DEFAULTS[kind]), None)
     for axes, summary in zip(panels.flat, summaries, strict=False):
@@ -177,8 +178,7 @@ def draw_panel(axes: Axes, summary: Summary, default: Summary | None) -> None:
         color=colour, alpha=0.3, lw=0,
     )  # fmt: skip
     axes.plot(summary.steps, medians(summary), color=colour, lw=1.8)
-    title = "\n".join(textwrap.wrap(summary.name.replace("_", " "), 20)).replace(" ", "_")
-    axes.set_title(f"{title}  {median(summary.after):.2f}", loc="left", fontsize=9)
+    axes.set_title(f"{summary.name}  {median(summary.after):.2f}", loc="left", fontsize=9)
     axes.set_ylim(-0.03, 1.03)
     axes.set_yticks([0, 0.5, 1])
     axes.tick_params(labelsize=8)
