@@ -208,6 +208,19 @@ HOW_TO_READ = """\
   by the verifier.
 - `CPU s`: processor time of a run, start-up and evaluations included (median)."""
 
+NOTES = """\
+About single rows:
+
+- Between answers of one length with a reward of 0 or 1, `dr_grpo`, `rloo`, `opo`, `gpg` and
+  `reinforce_plus_plus_baseline` differ by little more than a factor, which Adam takes out.
+- `grpo_passk`: a prompt teaches only if exactly one of its eight answers is called right. Where all
+  eight are wrong, that one is so by an error.
+- `gdpo`: is told which digit is right, with errors; the others are not.
+- `remax`: an error about the greedy answer is an error about every sample of its prompt.
+- `prime`: the process reward model learns from the same verdicts.
+- `dpo`, `ipo`, `orpo`, `simpo`, `cpo`: learn from one pair of a prompt's answers, and the verdict
+  on either may be an error. The estimator has no part in them."""
+
 
 def document(
     summaries: Sequence[Summary], without_runs: Mapping[str, Mapping[str, str]], picture: str
@@ -217,7 +230,7 @@ def document(
     parts += ["## What separates the methods", separation_text(summaries)]
     for kind, title in TITLES.items():
         parts += [f"## {title}", table(of_kind(summaries, kind), without_runs[kind])]
-    return "\n\n".join([*parts, HOW_TO_READ]) + "\n"
+    return "\n\n".join([*parts, HOW_TO_READ, NOTES]) + "\n"
 
 
 def introduction(summaries: Sequence[Summary]) -> str:
