@@ -67,7 +67,7 @@ bench-compare: .venv  ## BASE=<commit>: that commit and this one in turns, and w
 recipes: .venv  ## run every config for CPUs; curves and table into docs/, 50 to 90 minutes
 	@$(BIN)/python examples/recipes/run.py
 
-bench-algos: .venv  ## train arithmetic with every estimator; table and plot into docs/
+bench-algos: .venv  ## addition, a noisy verifier: every estimator and loss, 3 seeds; table and plot into docs/, 30 to 60 minutes
 	@$(BIN)/python examples/arithmetic/bench_algos.py
 
 bench-kernels: .venv  ## time every kernel against the machine's ceilings; needs a GPU to say much

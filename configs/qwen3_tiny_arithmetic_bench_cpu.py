@@ -1,7 +1,6 @@
 """GDPO: a reward of each digit is normalised by itself before they are added up.
 
-Source: arXiv 2601.05242. The estimators that need no config of their own are run from
-qwen3_tiny_arithmetic_grpo_cpu.py by `make bench-algos`; this one needs a reward with keys.
+Source: arXiv 2601.05242. The reward of the other configs has no keys, so this one has its own.
 
 python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
     --config configs/qwen3_tiny_arithmetic_bench_cpu.py

@@ -1,7 +1,7 @@
 """The reward goes up: four algorithms at least double the held-out accuracy of a small model.
 
 GRPO does so with adapters too. The four stand in docs/bench_algos.md with all others, which differ
-from one of them in a formula, on a larger budget and with three seeds.
+from one of them in a formula, with three seeds and a verifier that errs.
 """
 
 import pytest
