@@ -18,6 +18,7 @@ from noisy import ERRORS, config
 from spmdrl.config import AlgoConfig
 
 COLUMNS = 5  # of the picture
+BY_CHANCE = 2.1  # of 14 or more equal methods with three seeds, one F in twenty is larger
 COLOURS = {"estimators": "tab:blue", "losses": "tab:orange"}
 DEFAULTS = {"estimators": AlgoConfig().advantage, "losses": AlgoConfig().policy_loss}
 TITLES = {
@@ -126,11 +127,24 @@ def learners(summaries: Sequence[Summary]) -> list[Summary]:
     return [s for s in summaries if all(run.after > run.curve[0][1] for run in s.runs)]
 
 
+def equals(summaries: Sequence[Summary]) -> list[Summary]:
+    """Returns the largest number of the best methods, by their means, whose F chance would explain;
+    none where that is not even true of two.
+    """
+    ranked = sorted(summaries, key=lambda s: -fmean(s.after))
+    for count in range(len(ranked), 1, -1):
+        found = separation(ranked[:count])
+        if found is not None and found.f_ratio <= BY_CHANCE:
+            return ranked[:count]
+    return []
+
+
 def separation_lines(summaries: Sequence[Summary]) -> list[str]:
     lines = []
     for kind in TITLES:
         every = of_kind(summaries, kind)
-        for label, chosen in (("all", every), ("those that learn", learners(every))):
+        sets = {"all": every, "those that learn": learners(every), "the best": equals(every)}
+        for label, chosen in sets.items():
             found = separation(chosen)
             if found is not None:
                 lines.append(
@@ -265,9 +279,16 @@ def separation_text(summaries: Sequence[Summary]) -> str:
         of one method (the root of the mean variance). F is the ratio of a one-way analysis of
         variance, near 1 where methods are equal: of 14 or more methods with three seeds, chance
         makes it larger than 2.1 in one case of twenty. Methods "that learn" end above the start
-        with every seed; what separates these is no collapse."""
+        with every seed; what separates these is no collapse. "The best" are as many as lie no
+        further apart than chance explains: their order in the tables says nothing."""
     head = "| methods | number | sd between methods | sd between seeds | F |\n|---|---|---|---|---|"
-    return paragraph(text) + "\n\n" + "\n".join([head, *separation_lines(summaries)])
+    named = [
+        f"- The best {kind}, which are equals: " + ", ".join(f"`{s.name}`" for s in best) + "."
+        for kind in TITLES
+        if (best := equals(of_kind(summaries, kind)))
+    ]
+    lines = "\n".join([head, *separation_lines(summaries)])
+    return "\n\n".join([paragraph(text), lines, "\n".join(named)]).rstrip()
 
 
 def table(summaries: Sequence[Summary], without_runs: Mapping[str, str]) -> str:

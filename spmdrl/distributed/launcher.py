@@ -289,8 +289,8 @@ def why_not_met(error: RendezvousError, watch: Watch, arguments: list[str]) -> s
         )
     if isinstance(error, RendezvousConnectionError) and "inner exception" in str(error):
         return (
-            f"the store of the rendezvous ({options.rdzv_endpoint}) does not answer any more: the "
-            "job has ended, or the host that has the store is lost"
+            f"the store of the rendezvous ({options.rdzv_endpoint or 'of this host'}) does not "
+            "answer any more: the job has ended, or the host that has the store is lost"
         )
     return str(error) or "the launcher of another node has ended; its output says why"
 

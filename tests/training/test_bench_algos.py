@@ -110,6 +110,11 @@ def test_page_and_picture_of_a_few_stored_runs(bench, tmp_path, capsys):
     assert spread[0].endswith(f" {f_all:.1f} |") and spread[1].endswith(f" {f_learners:.1f} |")
     assert "| estimators, those that learn | 2 |" in spread[1]
     assert spread[0] in capsys.readouterr().out
+    # the two that learn are further apart than chance explains; with one like the better it is one
+    assert len(spread) == 2 and report.equals(report.summarise(runs)) == []
+    as_good = [result(bench, "estimators", "rloo", seed, 0.4, 0.8, 0.94) for seed in range(3)]
+    best = report.equals(report.summarise([r for r in runs if r.kind == "estimators"] + as_good))
+    assert {summary.name for summary in best} == {"win_rate", "rloo"}
     assert (tmp_path / "bench_algos.png").stat().st_size > 10_000
     figure = report.draw(report.summarise(runs))
     panels = [axes for axes in figure.get_axes() if axes.get_visible()]
