@@ -8,15 +8,16 @@ spmdrl.ppo with examples/arithmetic/noisy.py, on one rank with one thread, under
 seed is that of training; data, model and the verifier's errors stay the same.
 
 What came of a run is kept in runs/bench_algos, so a second call makes only the runs that are not
-there, or whose command or config is another now; --again makes them all. Writes docs/bench_algos.md
-and docs/pictures/bench_algos.png; where some of the methods were asked for, or a run failed, into
-runs/bench_algos instead, so that the documents always hold all of them. --report writes them from
-the runs that are there and makes none.
+there, or whose command, config, start, data or algorithms (spmdrl/algo) are others now; --again
+makes them all. Writes docs/bench_algos.md and docs/pictures/bench_algos.png; where some of the
+methods or other seeds were asked for, or a run failed, into runs/bench_algos instead, so that the
+documents always hold all of them. --report writes them from the runs that are there and makes none.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -32,7 +33,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench_algos_report import Result, write
+from bench_algos_report import Result, this_machine, write
 from quickstart import ASSETS, OUT_OF_TIME, end, read_metrics, run_stage
 
 from spmdrl.algo.advantages import ESTIMATORS
@@ -43,7 +44,10 @@ from spmdrl.config import AlgoConfig
 RUNS = Path("runs/bench_algos")
 CONFIG = "examples/arithmetic/noisy.py"
 SFT_CONFIG = "configs/qwen3_tiny_arithmetic_sft_cpu.py"
+START = ASSETS / "sft_model/model.safetensors"
+DATA = (ASSETS / "mixture.parquet", ASSETS / "eval.parquet")
 KINDS = ("estimators", "losses")
+SEEDS = [0, 1, 2]
 LIMIT_S = 600  # of one run
 LAST_STEPS = 4  # whose samples are counted
 
@@ -111,7 +115,7 @@ def main() -> None:
     missing = len(asked) * len(args.seeds) - len(results)
     if results:
         pages, pictures = Path("docs"), Path("docs/pictures")
-        if missing or len(asked) < len(every):
+        if missing or len(asked) < len(every) or args.seeds != SEEDS:
             pages = pictures = RUNS
         write(results, without_runs(), pages, pictures)
     sys.exit(f"bench_algos: {missing} runs are missing" if missing else 0)
@@ -122,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     names = sorted({method.name for method in all_methods()})
     parser.add_argument("--kind", choices=KINDS, help="only these")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--again", action="store_true", help="also the runs that are there")
     parser.add_argument("--report", action="store_true", help="run nothing, read what was run")
@@ -176,9 +180,9 @@ def is_asked(method: Method, kind: str | None, only: Sequence[str] | None) -> bo
 
 def make_start() -> None:
     """The model that all runs start from, by the quickstart's own commands, unless it is there."""
-    if not (ASSETS / "train.parquet").exists():
+    if not all(path.exists() for path in DATA):
         run_stage("assets", [sys.executable, "examples/arithmetic/make_assets.py"])
-    if not (ASSETS / "sft_model/model.safetensors").exists():
+    if not START.exists():
         run_stage("sft", torchrun("spmdrl.sft", "--config", SFT_CONFIG))
 
 
@@ -197,8 +201,17 @@ def words_of(method: Method, seed: int) -> list[str]:
 
 
 def key_of(method: Method, seed: int) -> list[str]:
-    """Returns what a run is: its command, and a digest of the config file."""
-    return [hashlib.sha256(Path(CONFIG).read_bytes()).hexdigest(), *words_of(method, seed)]
+    """Returns what a run is: a digest of the files that decide over it, and its command."""
+    return [digest(), *words_of(method, seed)]
+
+
+@functools.cache
+def digest() -> str:
+    """Returns a digest of config, start, data and algorithms, as they are at the first call."""
+    found = hashlib.sha256()
+    for path in (Path(CONFIG), START, *DATA, *sorted(Path("spmdrl/algo").glob("*.py"))):
+        found.update(path.read_bytes() if path.exists() else b"")
+    return found.hexdigest()
 
 
 def folder_of(method: Method, seed: int) -> Path:
@@ -212,13 +225,16 @@ def run_all(methods: Sequence[Method], args: argparse.Namespace) -> None:
     started_at = time.monotonic()
     with ProcessPoolExecutor(args.jobs) as pool:
         runs = {pool.submit(run_one, *each): each for each in todo.values()}
-        for done, run in enumerate(as_completed(runs), 1):
-            method, seed = runs[run]
-            left_s = (time.monotonic() - started_at) / done * (len(runs) - done)
-            print(
-                f"{done:3}/{len(runs)} {method.run_name:28} seed {seed} {run.result()}, "
-                f"{left_s / 60:.0f} min left", flush=True,
-            )  # fmt: skip
+        try:
+            for done, run in enumerate(as_completed(runs), 1):
+                method, seed = runs[run]
+                left_s = (time.monotonic() - started_at) / done * (len(runs) - done)
+                print(
+                    f"{done:3}/{len(runs)} {method.run_name:28} seed {seed} {run.result()}, "
+                    f"{left_s / 60:.0f} min left", flush=True,
+                )  # fmt: skip
+        finally:  # Ctrl-C reaches the runs that are going, too, and no other one begins
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def run_one(method: Method, seed: int) -> str:
@@ -235,8 +251,11 @@ def run_one(method: Method, seed: int) -> str:
     if code != 0:
         return f"exit code {code}: {folder}/output.txt"
     rows = read_metrics(folder / "metrics.jsonl")
-    kept = {"run": key_of(method, seed), "cpu_s": cpu_seconds() - cpu_before, **outcome(rows)}
-    Path(folder, "result.json").write_text(json.dumps(kept) + "\n")
+    kept = {"run": key_of(method, seed), "machine": this_machine(),
+            "cpu_s": cpu_seconds() - cpu_before, **outcome(rows)}  # fmt: skip
+    draft = folder / "result.draft"
+    draft.write_text(json.dumps(kept) + "\n")
+    draft.rename(folder / "result.json")
     return f"{kept['cpu_s']:.0f} CPU s, {kept['curve'][0][1]:.2f} -> {kept['curve'][-1][1]:.2f}"
 
 
@@ -250,8 +269,10 @@ def launch(words: list[str], output: Path) -> int:
         try:
             return process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            end(process)
             return OUT_OF_TIME
+        finally:
+            if process.poll() is None:
+                end(process)
 
 
 def cpu_seconds() -> float:
@@ -275,8 +296,9 @@ def read_result(method: Method, seed: int) -> Result | None:
         return None
     curve = tuple((step, accuracy) for step, accuracy in kept["curve"])
     return Result(
-        method.kind, method.name, method.settings, curve, kept["samples_right"], kept["cpu_s"], seed
-    )
+        method.kind, method.name, method.settings, curve, kept["samples_right"], kept["cpu_s"],
+        seed, kept["machine"],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
