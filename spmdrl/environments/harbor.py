@@ -25,7 +25,7 @@ from typing import Any
 from spmdrl.config import ConfigError
 from spmdrl.environments import terminal
 from spmdrl.environments.episodes import Row
-from spmdrl.environments.task_folders import TaskFolder, claimed
+from spmdrl.environments.task_folders import TaskFolder, claimed, readable_copy
 from spmdrl.environments.terminal import ShellResult, run_shell
 from spmdrl.rewards.workers.stateful_tools import calls_of
 
@@ -224,9 +224,12 @@ def task_reward(
 def run_tests(folder: TaskFolder, about: dict[str, Any]) -> ShellResult:
     task, script = Path(about["task"]), about["script"]
     limits = replace(terminal.USUAL, wall_s=about["tests_s"], memory_mib=MOST_TESTS_MIB)
-    mounts = [(str(task / "tests"), "/tests")] if (task / "tests").is_dir() else []
+    own = folder.place / "task"  # not the sandbox's: it is made when the last command has ended
+    own.mkdir(exist_ok=True)
+    parts = [("tests", "/tests")] if (task / "tests").is_dir() else []
     if script == "run-tests.sh":
-        mounts.append((str(task / script), "/run-tests.sh"))
+        parts.append((script, "/run-tests.sh"))
+    mounts = [(str(readable_copy(task / name, own)), there) for name, there in parts]
     command = f"export TEST_DIR=/tests; bash /{script}"
     return run_shell(command, folder.mounts(for_tests=True), about["workdir"], limits, mounts)
 

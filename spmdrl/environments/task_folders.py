@@ -19,7 +19,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from spmdrl.environments.terminal import HOME, Mount, ShellResult, own_by_sandbox, run_shell
+from spmdrl.environments.terminal import (
+    HOME,
+    Mount,
+    ShellResult,
+    is_another_user,
+    own_by_sandbox,
+    run_shell,
+)
 from spmdrl.rewards.sandbox.sandbox import Limits
 
 PARTS = ("work", "tmp", "home", "logs/verifier", "logs/agent", "home_of_tests")
@@ -84,7 +91,33 @@ class TaskFolder:
         return None
 
     def remove(self) -> None:
-        shutil.rmtree(self.place, ignore_errors=True)
+        remove_tree(self.place)
+
+
+def remove_tree(place: Path) -> None:
+    """Removes a folder, also where commands have taken away the right to change what is in it."""
+    for above, names, _ in os.walk(place):
+        for name in names:
+            if not os.path.islink(path := os.path.join(above, name)):
+                with suppress(OSError):  # another process removes it
+                    os.chmod(path, 0o700)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def readable_copy(source: Path, into: Path) -> Path:
+    """Returns a copy of files that every user can read; the files themselves where the sandbox runs
+    as their user: those of a task may be root's alone."""
+    if not is_another_user():
+        return source
+    copied = into / source.name
+    if source.is_dir():
+        shutil.copytree(source, copied, symlinks=True, dirs_exist_ok=True)
+    else:
+        shutil.copy2(source, copied)
+    for path in (copied, *copied.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode | (0o755 if path.is_dir() else 0o444))
+    return copied
 
 
 def copy(source: Path, work: Path, target: str) -> None:
@@ -134,5 +167,5 @@ def all_folders() -> Path:
     for path in (*(place / "states").iterdir(), *(place / "folders").iterdir()):
         with suppress(FileNotFoundError):  # another process removes it
             if path.lstat().st_mtime < oldest:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove_tree(path) if path.is_dir() else path.unlink()
     return place

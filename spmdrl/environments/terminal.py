@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import secrets
 import select
 import shutil
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +49,14 @@ DISK_S = 0.5  # between two looks at the size of the folder
 OWN_PROCESSES = 2  # bubblewrap's init, and the bash that becomes the command
 # What the kernel lets a command have beyond limits.processes, which looks at /proc hold it to: a
 # command that is over shall be ended with that status, and not go on with forks that fail.
-SPARE_PROCESSES = 64
+# The kernel counts threads, too, of which programs make as many as there are processors.
+SPARE_PROCESSES = 512 + 4 * (os.cpu_count() or 1)
+OF_FOLDERS = 1 << 29  # users of folders, behind those that are called by threads' ids
+MOST_OPEN = 4096  # files that a process may have open
 # says a word that the command does not know, sets limits and becomes the command
 LIMITED = """\
-echo "$1"; ulimit -f "$2" -t "$3" -v "$4" -u "$5" -c 0; cd "$6" || exit
-exec /bin/bash -c "$7" bash"""
+echo "$1"; ulimit -u "$2" -n "$3" -f "$4" -t "$5" -v "$6" -c 0 || exit; cd "$7" || exit
+exec /bin/bash -c "$8" bash"""
 
 Mount = tuple[str, str]  # a folder of the machine, and where it is in there
 
@@ -76,9 +80,14 @@ def run_shell(
     all its processes together, cpu_s and address space for each. Raises SandboxError where there is
     no sandbox.
     """
-    bounds = [limits.file_mib << 10, int(limits.cpu_s) or 1, limits.memory_mib << 10,
-              limits.processes + OWN_PROCESSES + SPARE_PROCESSES]  # fmt: skip
     begins = secrets.token_hex(8)
+    bounds = [
+        at_most(resource.RLIMIT_NPROC, limits.processes + OWN_PROCESSES + SPARE_PROCESSES),
+        at_most(resource.RLIMIT_NOFILE, MOST_OPEN),
+        at_most(resource.RLIMIT_FSIZE, limits.file_mib << 20) >> 10,
+        at_most(resource.RLIMIT_CPU, int(limits.cpu_s) or 1),
+        at_most(resource.RLIMIT_AS, limits.memory_mib << 20) >> 10,
+    ]
     shell = ["/bin/bash", "-c", LIMITED, "bash", begins, *map(str, bounds), cwd, command]
     with bubblewrapped(writable, read_only, shell) as process:
         output, status = watched(process, limits, [folder for folder, _ in writable])
@@ -89,13 +98,21 @@ def run_shell(
     return ShellResult(status, code, text.removeprefix(f"{begins}\n"))
 
 
+def at_most(what: int, value: int) -> int:
+    """Returns value, or this process's own limit where that is lower: nobody may raise it."""
+    hard = resource.getrlimit(what)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
 class bubblewrapped:
     """A command in bubblewrap; when the block ends, none of its processes is left."""
 
     def __init__(
         self, writable: Sequence[Mount], read_only: Sequence[Mount], command: Sequence[str]
     ) -> None:
-        self.mounts = [part for mount in writable for part in ("--bind", *mount)]
+        self.writable = [folder for folder, _ in writable]
+        self.mounts = dirs_above(there for _, there in (*writable, *read_only))
+        self.mounts += [part for mount in writable for part in ("--bind", *mount)]
         self.mounts += [part for mount in read_only for part in ("--ro-bind", *mount)]
         self.command = command
 
@@ -129,7 +146,7 @@ class bubblewrapped:
         call's own. 0: it stays whoever it is."""
         if not is_real_root():
             return 0
-        owner = os.stat(self.mounts[1]).st_uid if self.mounts else 0
+        owner = os.stat(self.writable[0]).st_uid if self.writable else 0
         return owner or FIRST_USER + threading.get_native_id()
 
 
@@ -151,6 +168,8 @@ def base() -> tuple[str, ...]:
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("no program 'bwrap' in PATH")
+    if is_real_root() and shutil.which("setpriv") is None:
+        raise SandboxError("no program 'setpriv' in PATH, which is of the package util-linux")
     command = [
         program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
         "--unshare-cgroup-try", "--hostname", "terminal", "--die-with-parent", "--new-session",
@@ -158,8 +177,7 @@ def base() -> tuple[str, ...]:
     ]  # fmt: skip
     if is_real_root():
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        for folder in ancestors():
-            command += ["--perms", "0755", "--dir", folder]  # bubblewrap's own are root's alone
+        command += dirs_above([*homes_of_python(), *SETTINGS, "/dev/null", HOME])
     else:
         command += ["--unshare-user", "--uid", "0", "--gid", "0"]
     for place in (*SYSTEM, *SETTINGS):
@@ -181,11 +199,17 @@ def homes_of_python() -> list[str]:
     return sorted({os.path.realpath(p) for p in (sys.prefix, sys.base_prefix)} - {"/usr"})
 
 
-def ancestors() -> list[str]:
-    """Returns the folders above what is mounted, parents first."""
-    places = [*homes_of_python(), *SETTINGS, "/dev/null", HOME]
-    found = {str(folder) for place in places for folder in Path(place).parents}
-    return sorted(folder for folder in found if not folder.startswith(("/usr", "/lib", "/bin")))
+def dirs_above(places: Iterable[str]) -> list[str]:
+    """Returns what makes the folders above places, parents first, where we are root of the machine:
+    bubblewrap's own would be closed to the user that the command becomes.
+    """
+    if not is_real_root():
+        return []
+    found = {folder for place in places for folder in Path(place).parents}
+    of_system = {Path("/"), *map(Path, SYSTEM)}
+    made = [f for f in sorted(found) if f not in of_system and of_system.isdisjoint(
+        set(f.parents) - {Path("/")})]  # fmt: skip
+    return [part for folder in made for part in ("--perms", "0755", "--dir", str(folder))]
 
 
 def environment() -> dict[str, str]:
@@ -212,7 +236,7 @@ def watched(
         )
         if status is None and time.monotonic() > sizes_at:
             sizes_at = time.monotonic() + DISK_S
-            status = "disk" if any(too_large(f, limits.file_mib) for f in folders) else None
+            status = "disk" if too_large(folders, limits.file_mib) else None
         if status is None and time.monotonic() > ends:
             return said.bytes(), "time"
         if status is not None:
@@ -244,24 +268,33 @@ class Said:
         return bytes(self.first) + cut + bytes(self.last)
 
 
-def too_large(folder: str, most_mib: int) -> bool:
-    """Whether the files of a folder have more than most_mib, or are more than 10,000."""
+def too_large(folders: Iterable[str], most_mib: int) -> bool:
+    """Whether the files of folders have together more than most_mib, or are more than 10,000. A
+    folder that cannot be looked into may have any number, and counts as that many.
+    """
     size = count = 0
-    for place, _, names in os.walk(folder):
-        count += 1 + len(names)
-        for name in names:
-            with suppress(OSError):  # it is gone meanwhile
-                size += os.lstat(os.path.join(place, name)).st_blocks * 512
-        if count > MOST_FILES or size > most_mib << 20:
-            return True
-    return False
+    closed: list[OSError] = []
+    for folder in folders:
+        for place, _, names in os.walk(folder, onerror=closed.append):
+            count += 1 + len(names)
+            for name in names:
+                with suppress(OSError):  # it is gone meanwhile
+                    size += os.lstat(os.path.join(place, name)).st_blocks * 512
+            if count > MOST_FILES or size > most_mib << 20:
+                return True
+    return any(isinstance(error, PermissionError) for error in closed)
+
+
+def is_another_user() -> bool:
+    """Says whether commands run as another user than this process."""
+    return is_real_root() or bool(lesser_user())
 
 
 def own_by_sandbox(folder: Path) -> None:
     """Gives files to the user that the sandbox runs as, where that is not us: a user of the
     folder's own where we are root of the machine."""
     if is_real_root():
-        user = FIRST_USER + folder.stat().st_ino % FIRST_USER
+        user = FIRST_USER + OF_FOLDERS + folder.stat().st_ino % OF_FOLDERS
     elif lesser_user():
         user = NOBODY
     else:
@@ -285,6 +318,6 @@ def check() -> None:
 
 @functools.cache
 def try_out() -> None:
-    result = run_shell("echo $((6 * 7))", [], "/")
+    result = run_shell("/usr/bin/env true && echo $((6 * 7))", [], "/")  # may it start a program
     if result.output != "42\n":
         raise SandboxError(f"bash does not run in it: {result}")

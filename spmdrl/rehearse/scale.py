@@ -195,6 +195,8 @@ def replaced_engines(config: PpoConfig, on_gpu: bool) -> Iterator[tuple[str, Any
             yield key, value, "of the other engine"
         if config.actor.lora is not None:
             yield "actor.lora.by_source", {}, "of the other engine"
+            if config.actor.lora.by_source and config.actor.lora.adapter is not None:
+                yield "actor.lora.adapter", None, "of several adapters, which the other engine has"
     if judge is not None and not can_run(judge.engine or rollout.engine, on_gpu):
         title = ENGINES[judge.engine or rollout.engine].title
         yield "judge.engine", HF.name, f"{title} does not run here"

@@ -17,6 +17,7 @@ from training_batches import CONFIG, engine_on, on_data_ranks, whole_batch
 
 from spmdrl.config import AlgoConfig, ConfigError, LoraConfig, OptimConfig, TrainConfig
 from spmdrl.engines.fsdp import float8
+from spmdrl.hub.hf_folder import meta_model
 from spmdrl.training.checks import fp8 as checks
 from spmdrl.training.checks.rl import check
 
@@ -91,6 +92,19 @@ def test_layers_of_other_widths_and_the_head_are_left(tmp_path):
     hf = AutoModelForCausalLM.from_pretrained(save_qwen3(tmp_path, intermediate_size=72))
     names = {name.rpartition(".")[2] for name in float8.fp8_layers(hf)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}  # 72 is no multiple of 16
+
+
+def test_mixers_with_a_state_are_left():
+    from transformers import FalconH1Config
+
+    hf = meta_model(FalconH1Config(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, mamba_d_ssm=64, mamba_n_heads=4,
+        mamba_d_head=16, mamba_d_state=16, architectures=["FalconH1ForCausalLM"],
+    ))  # fmt: skip
+    names = set(float8.fp8_layers(hf))
+    assert {name.split(".")[3] for name in names} == {"self_attn", "feed_forward"}
+    assert any(".mamba.in_proj" in name for name, _ in hf.named_parameters())
 
 
 # ---- the engine
@@ -266,9 +280,16 @@ def test_saved_resumed_and_pushed_as_without(qwen3, tmp_path):
 
 
 def test_what_does_not_go_with_it(qwen3, tmp_path, monkeypatch):
+    from transformers import Llama4TextConfig
+
     moe = save_qwen3_moe(tmp_path / "moe")
     odd = save_qwen3(tmp_path / "odd", hidden_size=72, num_attention_heads=3, head_dim=24,
                      num_key_value_heads=3, intermediate_size=120)  # fmt: skip
+    Llama4TextConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, intermediate_size_mlp=64,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_local_experts=16, interleave_moe_layer_step=1, architectures=["Llama4ForCausalLM"],
+    ).save_pretrained(tmp_path / "llama4")  # fmt: skip
     role = TrainConfig(fp8="rowwise")
     checks.check_fp8("critic", role, str(qwen3))
     for change, model, words in (
@@ -278,6 +299,7 @@ def test_what_does_not_go_with_it(qwen3, tmp_path, monkeypatch):
         ({"lora": LoraConfig(quantization="nf4")}, qwen3, "does not go with critic.lora"),
         ({}, moe, "a mixture's experts"),
         ({}, odd, "no decoder layer of model type 'qwen3'"),
+        ({}, tmp_path / "llama4", "only .* of the decoder layers of model type 'llama4_text'"),
     ):
         with pytest.raises(ConfigError, match=words):
             checks.check_fp8("critic", replace(role, **change), str(model))
@@ -293,6 +315,10 @@ def test_what_does_not_go_with_it(qwen3, tmp_path, monkeypatch):
         )
         if is_fine:
             checks.check_fp8("critic", role, str(qwen3))
+            slow = checks.warnings_of_fp8(ppo_config(qwen3, actor=role, critic=role))
+            assert len(slow) == 1 and slow[0].startswith("actor.fp8, critic.fp8 without compile")
+            fast = replace(role, compile=True)
+            assert not checks.warnings_of_fp8(ppo_config(qwen3, actor=fast))
         else:
             with pytest.raises(ConfigError, match="on NVIDIA A100-SXM4-80GB: products in FP8"):
                 checks.check_fp8("critic", role, str(qwen3))

@@ -92,6 +92,9 @@ def together_on(topology: Any, model: str, config: TrainConfig, folder: str | No
     return metrics, {name: weights_of(engine, name) for name in NAMES}, away
 
 
+OPTIMIZERS = ("muon", "adamw8bit")
+
+
 def alone_on(topology: Any, model: str, adapter: int) -> Any:
     """Trains one plain adapter on its rows alone."""
     engine = engine_on(topology, "policy", model, replace(TRAIN, lora=ALONE))
@@ -104,6 +107,21 @@ def resumed_on(topology: Any, model: str, folder: str) -> Any:
     engine.load(Path(folder, "saved"))
     metrics = update(engine, batch_of(UPDATES[-1]))
     return metrics, {name: weights_of(engine, name) for name in NAMES}
+
+
+def other_optimizer_on(topology: Any, model: str, folder: str, name: str) -> Any:
+    """Metrics of an update, and those of a run that resumed before it."""
+    config = replace(TRAIN, optim=replace(TRAIN.optim, name=name))
+    engine, place = engine_on(topology, "policy", model, config), Path(folder, name)
+    update(engine, batch_of(UPDATES[0]))
+    place.mkdir()
+    engine.save(place)
+    again = engine_on(topology, "policy", model, config)
+    again.load(place)
+    return [
+        [update(each, batch_of(own)) for own in (UPDATES[-1], UPDATES[0])]
+        for each in (engine, again)
+    ]
 
 
 def asked_again(rollout: Any) -> tuple[list[Request], list[Completion]]:
@@ -175,6 +193,7 @@ def runs(qwen3: Path, folder: Path) -> dict[Any, Any]:
             calls[world, "together", i] = (together_on, (model, config, saved))
     calls |= {(1, "alone", i): (alone_on, (model, i)) for i in range(3)}
     calls |= {(world, "resumed"): (resumed_on, (model, where)) for world in (1, 2)}
+    calls |= {(1, name): (other_optimizer_on, (model, where, name)) for name in OPTIMIZERS}
     calls[2, "pushed"] = (pushed_on, (model, 2))
     found: dict[Any, Any] = {}
     for world in (2, 1):
@@ -230,6 +249,9 @@ def test_adapters_resume_bit_for_bit_and_on_other_ranks(runs: Any) -> None:
         assert got == metrics[-1]
         for name in NAMES:
             assert all(torch.equal(resumed[name][key], t) for key, t in weights[name].items())
+    for name in OPTIMIZERS:
+        [(went_on, resumed)] = runs[1, name]
+        assert went_on == resumed
     got, resumed = runs[1, "resumed"][0]
     assert got["loss"] == pytest.approx(metrics[-1]["loss"], rel=1e-5)
     for name in NAMES:

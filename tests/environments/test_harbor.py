@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +17,18 @@ from spmdrl.config import ConfigError, MultiTurnConfig, RewardConfig
 from spmdrl.environments import terminal
 from spmdrl.environments.episodes import write_rows
 from spmdrl.environments.harbor import Terminal, task_reward, task_rows, verdict_of
-from spmdrl.environments.task_folders import all_folders
+from spmdrl.environments.task_folders import all_folders, remove_tree
 from spmdrl.environments.terminal import (
     OWN_PROCESSES,
     SPARE_PROCESSES,
     USUAL,
     own_by_sandbox,
     run_shell,
+    too_large,
 )
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rewards.sandbox.limits import descendants
+from spmdrl.rewards.sandbox.sandbox import NOBODY
 from spmdrl.rollout.multi_turn.tools import Toolbox
 from spmdrl.types import Prompt, Sample
 
@@ -69,6 +72,8 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
             path = tmp_path / "tasks" / name / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
+            if file.startswith(("tests/", "run-tests")):
+                path.chmod(0o600)  # nobody else's, as with a umask of 077
     found = task_rows(tmp_path / "tasks")
     write_rows(tmp_path / "tasks.jsonl", found)
     return [json.loads(line) for line in (tmp_path / "tasks.jsonl").open()]
@@ -157,6 +162,50 @@ def test_a_command_is_shut_in(tmp_path: Path, command: str, status: str, output:
         assert len(result.output) < 5000 and "bytes left out" in result.output
     else:
         assert result.exit_code != 0 and "secret\n" not in result.output
+
+
+def test_folders_may_stand_anywhere_and_are_removed_whatever_becomes_of_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "work").mkdir()
+    own_by_sandbox(tmp_path / "work")
+    place = "/deep/er/app"
+    made = run_shell(
+        "pwd; mkdir -p a/b; touch a/b/c; chmod 555 a/b; chmod 0 a",
+        [(str(tmp_path / "work"), place)], place,
+    )  # fmt: skip
+    assert (made.status, made.output) == ("ok", f"{place}\n")
+    remove_tree(tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_folder_that_hides_its_files_counts_as_too_large() -> None:
+    """Root sees into every folder, so that another user looks."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        folder = Path(place, "work")
+        (folder / "hidden").mkdir(parents=True)
+        for path in (Path(place), folder):
+            path.chmod(0o755)
+        assert not seen_as_too_large([str(folder), str(folder)])
+        (folder / "hidden").chmod(0)
+        assert seen_as_too_large([str(folder)])
+        (folder / "hidden").chmod(0o755)
+        for name in ("a", "b"):  # together
+            Path(place, name).mkdir()
+            Path(place, name, "file").write_bytes(b"x" * (700 << 10))
+        assert not seen_as_too_large([f"{place}/a"])
+        assert seen_as_too_large([f"{place}/a", f"{place}/b"])
+
+
+def seen_as_too_large(folders: list[str]) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        if os.geteuid() == 0:
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        os._exit(1 + too_large(folders, 1))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (1, 2)
+    return code == 2
 
 
 def test_commands_that_multiply_are_held_by_the_kernel() -> None:

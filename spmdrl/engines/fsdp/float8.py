@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from spmdrl.config import ConfigError
 from spmdrl.distributed.env import show_package
 from spmdrl.engines.fsdp.model import decoder_layers
+from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent
 
 # Scales are rounded down to powers of two with every recipe; torchao's own tensorwise has others.
 # With these a value is rounded alike under every scale, unless it is so much smaller than the
@@ -36,10 +37,14 @@ WEIGHT_GRADIENT_IN_BFLOAT16 = "rowwise_with_gw_hp"
 
 def fp8_layers(hf: PreTrainedModel) -> dict[str, nn.Linear]:
     """Returns the layers that TrainConfig.fp8 is about, by their names: the linear ones of the
-    decoder layers, both widths of which are multiples of 16. Head, embedding and what has other
-    widths, a router for example, stay in the role's dtype.
+    decoder layers, both widths of which are multiples of 16.
+
+    Head, embedding and what has other widths stay in the role's dtype. So do the layers of a mixer
+    that keeps a state (Mamba, gated delta net): some of them make the state's decays and gates, and
+    fused kernels take the weights of others without calling them.
     """
     inside = {part for layer in decoder_layers(hf) for part in layer.modules()}
+    inside -= {part for mixer in hf.modules() if is_recurrent(mixer) for part in mixer.modules()}
     return {
         name: part for name, part in hf.named_modules()
         if part in inside and type(part) is nn.Linear

@@ -25,8 +25,9 @@ from spmdrl.config import ConfigError, LoraConfig, TrainConfig, require
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.compat import set_variant
 from spmdrl.engines.fsdp.optimizers import Optimizer
-from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent
+from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent, is_sparse
 from spmdrl.engines.fsdp.sharding import clip_gradients
+from spmdrl.hub.hf_folder import sees_images
 from spmdrl.segments import to_device
 from spmdrl.types import Batch
 
@@ -50,8 +51,9 @@ def folder_of(lora: LoraConfig, adapter: str) -> str | None:
     """
     if lora.adapter is None:
         return None
-    own = Path(lora.adapter, adapter)
-    return str(own) if adapter and own.is_dir() else lora.adapter
+    if not any(Path(lora.adapter, name).is_dir() for name in lora.names):
+        return lora.adapter
+    return str(Path(lora.adapter, adapter))
 
 
 class TokenOrder(NamedTuple):
@@ -94,6 +96,7 @@ class AdapterTokens:
         """
         assert self.order is not None, "a pass outside of AdapterTokens.of"
         there, back, counts = self.order
+        assert x.shape[:-1].numel() == len(there), "a layer that is not given the pass's tokens"
         ordered = Reordered.apply(x.flatten(0, -2), there, back)
         products = [
             layer.lora_B[name](layer.lora_A[name](own))
@@ -117,7 +120,8 @@ class AdapterTokens:
         self.num_updates, state = dict(num_updates), optimizer.state
         for name, number in self.num_updates.items():
             for weight in self.weights_of(name, trained):
-                state[weight]["step"].fill_(number)
+                if "step" in state[weight]:  # Muon counts none
+                    state[weight]["step"].fill_(number)
 
 
 def loss_tokens(batch: Batch, tokens: AdapterTokens | None) -> Tensor:
@@ -212,8 +216,10 @@ def check_by_source(name: str, role: TrainConfig, model: nn.Module) -> None:
         ),
         f"{name}.compile would compile each layer anew for every number of tokens that an adapter "
         "has": role.compile,
-        "the model has recurrent layers, which are given its tokens in another form": any(
-            is_recurrent(module) for module in model.modules()
+        "the model has recurrent layers or sparse attention, which are given its tokens in another "
+        "form": any(is_recurrent(module) or is_sparse(module) for module in model.modules()),
+        "the model's tower would have adapters, and is given no tokens; set freeze_vision": (
+            sees_images(model.config) and not role.freeze_vision
         ),
     }
     for reason, is_so in reasons.items():

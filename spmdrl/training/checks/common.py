@@ -52,6 +52,7 @@ from spmdrl.hub.hf_folder import (
 from spmdrl.hub.quantized_weights import is_readable, quantization_of
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.hub.vision_families import FAMILIES
+from spmdrl.training.checks.fp8 import warnings_of_fp8
 from spmdrl.training.checks.packing import check_packing
 from spmdrl.training.run_length import scheduled
 
@@ -380,7 +381,7 @@ def warnings_of_run(config: RunConfig) -> list[str]:
             f"{', '.join(sorted(both))} is in data.train and in data.eval: what is trained on is "
             "not held out"
         )
-    return found
+    return found + warnings_of_fp8(config)
 
 
 def files_of(paths: str | tuple[str, ...]) -> set[str]:

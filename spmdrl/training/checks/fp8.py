@@ -8,7 +8,10 @@ from spmdrl.config import TrainConfig, require
 from spmdrl.distributed.accelerator import multiplies_fp8
 from spmdrl.engines.fsdp.experts import expert_modules
 from spmdrl.engines.fsdp.float8 import fp8_layers, require_torchao
+from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
+
+LEAST_SHARE = 0.5  # of the weights of the decoder layers, for which FP8 is worth its rounding
 
 
 def check_fp8(name: str, role: TrainConfig, model: str) -> None:
@@ -39,10 +42,19 @@ def check_fp8(name: str, role: TrainConfig, model: str) -> None:
         f"{asked}: a mixture's experts, most of its weights, are no linear layers and would "
         "multiply in bfloat16 as before: leave fp8 out",
     )
+    chosen = fp8_layers(shell).values()
     require(
-        bool(fp8_layers(shell)),
+        bool(chosen),
         f"{asked} has no effect: no decoder layer of model type {shell.config.model_type!r} has a "
-        "linear layer with two widths that are multiples of 16; leave it out",
+        "plain linear layer with two widths that are multiples of 16; leave it out",
+    )
+    weights = sum(p.numel() for layer in decoder_layers(shell) for p in layer.parameters())
+    share = sum(layer.weight.numel() for layer in chosen) / weights
+    require(
+        share >= LEAST_SHARE,
+        f"{asked}: only {share:.0%} of the weights of the decoder layers of model type "
+        f"{shell.config.model_type!r} are of layers that FP8 is for, see docs/fp8.md; the others "
+        "would multiply in bfloat16 as before: leave fp8 out",
     )
     if torch.cuda.is_available():
         require(
@@ -51,3 +63,18 @@ def check_fp8(name: str, role: TrainConfig, model: str) -> None:
             "compute capability 8.9 or more (L4, L40S, RTX 40, H100 and later), and on AMD's "
             "nothing was tried: leave fp8 out",
         )
+
+
+def warnings_of_fp8(config: object) -> list[str]:
+    """Returns what is known to be slow on a GPU. config: of any program."""
+    names = [
+        name for name in ("actor", "critic", "ref", "prm")
+        if isinstance(role := getattr(config, name, None), TrainConfig)
+        and role.fp8 is not None and not role.compile
+    ]  # fmt: skip
+    if not names or not torch.cuda.is_available():
+        return []
+    return [
+        f"{', '.join(f'{name}.fp8' for name in names)} without compile=True: torchao's layers are "
+        "made to be compiled, and without it each rounding to FP8 is several kernels"
+    ]
