@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig, require
 from spmdrl.distributed.topology import Topology
@@ -96,8 +97,9 @@ class AdapterTokens:
         """
         assert self.order is not None, "a pass outside of AdapterTokens.of"
         there, back, counts = self.order
-        assert x.shape[:-1].numel() == len(there), "a layer that is not given the pass's tokens"
-        ordered = Reordered.apply(x.flatten(0, -2), there, back)
+        rows = x.flatten(0, -2)
+        assert len(rows) == len(there), "a layer that is not given the pass's tokens"
+        ordered = Reordered.apply(rows, there, back)
         products = [
             layer.lora_B[name](layer.lora_A[name](own))
             for name, own in zip(self.names, ordered.split(counts), strict=True)
@@ -193,7 +195,7 @@ def keep_result(layer: Any, x: Tensor, result: Tensor) -> Tensor:
     return result
 
 
-def check_by_source(name: str, role: TrainConfig, model: nn.Module) -> None:
+def check_by_source(name: str, role: TrainConfig, model: PreTrainedModel) -> None:
     """Raises ConfigError where a role cannot have several adapters. model: its shell."""
     lora = role.lora
     if lora is None or not lora.by_source:
