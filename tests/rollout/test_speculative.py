@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 import torch
 from programs import metrics_of, set_up, train
@@ -81,7 +82,7 @@ def equal(found: list[Completion], expected: list[Completion]) -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_answers_are_those_without_speculation(
-    engine: Any, expected: Any, params: SamplingParams
+    request: pytest.FixtureRequest, engine: Any, expected: Any, params: SamplingParams
 ) -> None:
     requests = some_requests(24)
     found, passes = answers(engine, requests, params)
@@ -89,6 +90,10 @@ def test_answers_are_those_without_speculation(
     equal(found, without)
     if params.temperature == 0:
         assert passes < one_by_one / 2 == 30
+    if (
+        request.node.callspec.params["engine"] == "ngram"
+    ):  # and not OpenMP, beside torch
+        assert numba.threading_layer() == "workqueue"
 
 
 @pytest.mark.vllm

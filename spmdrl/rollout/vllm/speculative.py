@@ -8,6 +8,7 @@ token that was drawn: the answers are those without speculation.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,21 @@ def check_draft_model(hf: Any, draft: str, given: str) -> None:
     require(
         own == its, f"{given}: the draft model has {its} tokens, and the policy {own}: they differ"
     )
+
+
+def keep_off_openmp(config: RolloutConfig) -> None:
+    """Has numba, in which vLLM looks for n-grams, run them in threads of its own.
+
+    By default it takes OpenMP, of which torch has a pool already: two pools wait for work at the
+    same time, and all that torch computes on the CPU afterwards took ten times as long on two
+    cores. Whoever has set NUMBA_THREADING_LAYER has chosen. Only one thread of a process may call
+    code that is parallel in numba then: an engine's own.
+    """
+    if config.speculative and "model" not in config.speculative:
+        import numba
+
+        if "NUMBA_THREADING_LAYER" not in os.environ:
+            numba.config.THREADING_LAYER = "workqueue"
 
 
 def speculative_config(config: RolloutConfig) -> dict[str, Any] | None:
