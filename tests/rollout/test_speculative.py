@@ -90,9 +90,7 @@ def test_answers_are_those_without_speculation(
     equal(found, without)
     if params.temperature == 0:
         assert passes < one_by_one / 2 == 30
-    if (
-        request.node.callspec.params["engine"] == "ngram"
-    ):  # and not OpenMP, beside torch
+    if request.node.callspec.params["engine"] == "ngram":  # and not OpenMP, beside torch
         assert numba.threading_layer() == "workqueue"
 
 

@@ -35,7 +35,7 @@ from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
 from spmdrl.rollout.vllm import lora as vllm_lora
 from spmdrl.rollout.vllm.latent_attention import CPU_BACKEND, is_latent
-from spmdrl.rollout.vllm.speculative import keep_off_openmp, speculative_config
+from spmdrl.rollout.vllm.speculative import speculative_config
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises what is above 0 and below this
 # of vLLM's EngineArgs: what decides how fast an engine is and how much memory it has, and neither
@@ -110,7 +110,6 @@ def build_core(
         os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
     if strict and not on_cpu:  # the other runner's sampler is no object of ours to change
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    keep_off_openmp(config)
     with vllm_vision.sizes_of(looks, max_model_len) if looks is not None else nullcontext():
         vllm_vision.import_without_torchvision()
         register_architecture(model, name)

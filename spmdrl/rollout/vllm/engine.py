@@ -102,6 +102,7 @@ class VllmEngine:
             undo.callback(self.leave_groups)  # should vLLM or a check of ours refuse
             with preserved_process("vllm"):
                 import_vllm()
+                vllm_speculative.keep_off_openmp(config)  # numba is imported before the patches
                 with patches, world_of(group):
                     self.core = build_core(
                         model, config, max_model_len, group, topology.device, strict, lora, looks,
