@@ -16,7 +16,6 @@ import select
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -34,10 +33,12 @@ from spmdrl.rewards.sandbox.sandbox import (
     Limits,
     SandboxError,
     Status,
+    dirs_above,
     end,
     is_real_root,
     is_weak,
     lesser_user,
+    own_user,
 )
 
 USUAL = Limits(wall_s=20.0, cpu_s=60.0, memory_mib=2048, processes=64, file_mib=256, output_kib=16)
@@ -111,7 +112,8 @@ class bubblewrapped:
         self, writable: Sequence[Mount], read_only: Sequence[Mount], command: Sequence[str]
     ) -> None:
         self.writable = [folder for folder, _ in writable]
-        self.mounts = dirs_above(there for _, there in (*writable, *read_only))
+        targets = [there for _, there in (*writable, *read_only)]
+        self.mounts = dirs_above(targets, SYSTEM) if is_real_root() else []
         self.mounts += [part for mount in writable for part in ("--bind", *mount)]
         self.mounts += [part for mount in read_only for part in ("--ro-bind", *mount)]
         self.command = command
@@ -144,10 +146,9 @@ class bubblewrapped:
         """The user that a command becomes where we are root of the machine, whose processes no
         limit of the kernel counts: the owner of the first folder, see own_by_sandbox, or one of the
         call's own. 0: it stays whoever it is."""
-        if not is_real_root():
-            return 0
-        owner = os.stat(self.writable[0]).st_uid if self.writable else 0
-        return owner or FIRST_USER + threading.get_native_id()
+        own = own_user(weak=False)
+        owner = os.stat(self.writable[0]).st_uid if own and self.writable else 0
+        return owner or own
 
 
 def in_memory(name: str, content: bytes) -> int:
@@ -177,7 +178,7 @@ def base() -> tuple[str, ...]:
     ]  # fmt: skip
     if is_real_root():
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        command += dirs_above([*homes_of_python(), *SETTINGS, "/dev/null", HOME])
+        command += dirs_above([*homes_of_python(), *SETTINGS, "/dev/null", HOME], SYSTEM)
     else:
         command += ["--unshare-user", "--uid", "0", "--gid", "0"]
     for place in (*SYSTEM, *SETTINGS):
@@ -197,19 +198,6 @@ def pythons() -> list[str]:
 
 def homes_of_python() -> list[str]:
     return sorted({os.path.realpath(p) for p in (sys.prefix, sys.base_prefix)} - {"/usr"})
-
-
-def dirs_above(places: Iterable[str]) -> list[str]:
-    """Returns what makes the folders above places, parents first, where we are root of the machine:
-    bubblewrap's own would be closed to the user that the command becomes.
-    """
-    if not is_real_root():
-        return []
-    found = {folder for place in places for folder in Path(place).parents}
-    of_system = {Path("/"), *map(Path, SYSTEM)}
-    made = [f for f in sorted(found) if f not in of_system and of_system.isdisjoint(
-        set(f.parents) - {Path("/")})]  # fmt: skip
-    return [part for folder in made for part in ("--perms", "0755", "--dir", str(folder))]
 
 
 def environment() -> dict[str, str]:

@@ -38,9 +38,8 @@ def push_export(name: HubName, checkpoint: Path, folder: Path, message: str = ""
     Raises ConfigError.
     """
     saved = json.loads(Path(checkpoint, "run.json").read_text())
-    is_adapter = any(
-        found for place in ("", "*/") for found in Path(folder).glob(f"{place}adapter_config.json")
-    )  # of several adapters each has a folder
+    # of several adapters each has a folder
+    is_adapter = any(any(Path(folder).glob(f"{p}adapter_config.json")) for p in ("", "*/"))
     Path(folder, "README.md").write_text(model_card(name.repo, saved, is_adapter))
     hub = modelscope if name.on_modelscope else huggingface
     return hub.push(name, folder, message or f"Upload of step {saved['step']} by spmdrl")

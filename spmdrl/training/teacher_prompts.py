@@ -20,7 +20,7 @@ from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.data.packing import empty_batch
 from spmdrl.data.prompts import PromptDataset
-from spmdrl.data.source_adapters import AdapterRoutes, adapter_routes_of
+from spmdrl.data.source_adapters import OTHERS, AdapterRoutes, adapter_routes_of
 from spmdrl.distributed.placement import TEACHERS
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.multi_turn.reply_encoder import prompts_of
@@ -84,7 +84,7 @@ class TeacherRoutes:
 
 def teacher_of(teachers: Mapping[str, Any], data_source: str) -> str | None:
     """Returns the key of the teacher of a data source; None where it has none."""
-    key = data_source if data_source in teachers else "*"
+    key = data_source if data_source in teachers else OTHERS
     found = teachers.get(key)
     if isinstance(found, str):  # another source, which has the same
         return found
@@ -102,7 +102,7 @@ def check_sources(config: PpoConfig, data_sources: Sequence[str]) -> None:
             f"teachers has {[*teachers]}, and none for data_source {lacking[0]!r}: name its "
             "teacher, or one for all other sources under '*'"
         )
-    used = {teacher_of(teachers, source) for source in data_sources} | {*data_sources, "*"}
+    used = {teacher_of(teachers, source) for source in data_sources} | {*data_sources, OTHERS}
     unused = [key for key in teachers if key not in used]
     if unused:
         raise ConfigError(

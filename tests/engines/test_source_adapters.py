@@ -332,6 +332,35 @@ def test_what_has_one_adapter_is_refused(
     assert said in str(error.value), str(error.value)
 
 
+def test_layers_that_are_given_other_tokens_are_refused() -> None:
+    from transformers import DeepseekV32Config, Qwen2_5_VLConfig
+
+    from spmdrl.engines.fsdp.source_adapters import check_by_source
+    from spmdrl.hub.hf_folder import meta_model
+
+    sees = meta_model(Qwen2_5_VLConfig(
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        text_config={"num_hidden_layers": 1}, vision_config={"depth": 1},
+    ))  # fmt: skip
+    role = TrainConfig(lora=LoraConfig(**BY_SOURCE))
+    check_by_source("actor", replace(role, freeze_vision=True), sees)
+    sparse = meta_model(
+        DeepseekV32Config(architectures=["DeepseekV32ForCausalLM"], num_hidden_layers=1)
+    )
+    for model, said in ((sees, "set freeze_vision"), (sparse, "sparse attention")):
+        with pytest.raises(ConfigError, match=said):
+            check_by_source("actor", role, model)
+
+
+def test_each_adapter_starts_from_its_own_folder_or_all_from_one(tmp_path: Path) -> None:
+    from spmdrl.engines.fsdp.source_adapters import folder_of
+
+    lora = LoraConfig(**BY_SOURCE, adapter=str(tmp_path))
+    assert folder_of(lora, "math") == folder_of(lora, "code") == str(tmp_path)
+    (tmp_path / "math").mkdir()  # "code" is then missing there, which the check of it tells
+    assert folder_of(lora, "code") == f"{tmp_path}/code"
+
+
 def test_a_plan_counts_all_adapters(qwen3: Path) -> None:
     from plan_configs import ppo_config
 

@@ -50,6 +50,11 @@ def test_a_folder_is_pushed_in_one_commit_to_a_private_repository(hub, folders):
     address = push_export(target, *folders, "All of it")
     assert address.startswith(f"{hub.url}/tiny/new/commit/") and repo.messages == ["All of it"]
     assert repo.branches["main"] == files_of(folders[1]) and len(repo.branches["main"]) == 3
+    assert b"library_name: peft" not in repo.branches["main"]["README.md"]
+    (folders[1] / "math").mkdir()  # one of several adapters
+    (folders[1] / "math/adapter_config.json").write_text("{}")
+    push_export(target, *folders, "Adapters")
+    assert b"library_name: peft" in repo.branches["main"]["README.md"]
     open_repository(target, private=True)  # again, to what is there
     open_repository(target_of("tiny/open", False, ""), private=False)
     push_export(target_of("tiny/open", False, ""), *folders)

@@ -24,6 +24,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,8 +312,7 @@ def bubblewrap() -> tuple[str, ...]:
     if is_real_root():
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     places = visible()
-    for folder in sorted({str(f) for p in [*places, "/etc/x", "/dev/x"] for f in Path(p).parents}):
-        command += ["--perms", "0755", "--dir", folder]  # bubblewrap's own would be root's alone
+    command += dirs_above([*places, "/etc/x", "/dev/x"])
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for place in places:
         link = os.path.islink(place)
@@ -321,6 +321,17 @@ def bubblewrap() -> tuple[str, ...]:
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     command += ["--symlink", "/tmp", "/dev/shm"]  # for semaphores; counted with the files
     return tuple(command)
+
+
+def dirs_above(places: Iterable[str], mounted: Sequence[str] = ()) -> list[str]:
+    """Returns bubblewrap's options that make the folders above places, parents first, open to every
+    user: its own would be root's alone. mounted: folders that are shown themselves, in which none
+    is made.
+    """
+    shown = set(map(Path, mounted))
+    folders = {folder for place in places for folder in Path(place).parents}
+    made = sorted(f for f in folders if f not in shown and shown.isdisjoint(f.parents))
+    return [part for folder in made for part in ("--perms", "0755", "--dir", str(folder))]
 
 
 def visible() -> list[str]:
