@@ -91,6 +91,8 @@ class TrainConfig:
     num_layers_in_last_pipeline_stage: int | None = None
     context_parallel: int = 1  # ranks that share the tokens of a sequence
     expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
+    # of megatron: the experts of a rank are multiplied together; False: one after the other
+    moe_grouped_gemm: bool = True
     # of megatron, of the actor: weight of the loss of the model's layers for multi-token
     # prediction, which then learn to predict what the policy says; 0: they stay as they are.
     # docs/megatron_families.md

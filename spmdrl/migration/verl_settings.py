@@ -80,6 +80,7 @@ MEGATRON = {  # below `megatron` of a role
         "num_layers_in_first_pipeline_stage",
     "override_transformer_config.num_layers_in_last_pipeline_stage":
         "num_layers_in_last_pipeline_stage",
+    "override_transformer_config.moe_grouped_gemm": "moe_grouped_gemm",
     "param_offload": "offload_params",
     "optimizer_offload": "offload_optimizer",
     "dtype": "dtype",

@@ -228,3 +228,52 @@ def test_recurrent_layers_compute_packed_rows_by_varlen_kernels(monkeypatch):
         got = logprobs_packed(model, sequences)
     assert decisions == [True]
     torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0.05)
+
+
+def test_grouped_experts_of_megatron_are_the_loop(topology):
+    """In bfloat16, where the GPU's grouped products run; the time of both is printed."""
+    from time import perf_counter
+
+    import tiny_megatron_models as tiny
+
+    from spmdrl.engines.megatron import cpu_shim
+
+    cpu_shim.install()
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from spmdrl.engines.megatron.grouped_experts import can_group
+    from spmdrl.engines.megatron.model import Degrees, build_chunks, transformer_config
+
+    hf = tiny.make_config(
+        "qwen3_moe", num_experts=64, hidden_size=512, moe_intermediate_size=256,
+        num_hidden_layers=1, mlp_only_layers=[],
+    )  # fmt: skip
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    config = transformer_config(hf, Degrees(), torch.bfloat16, moe_grouped_gemm=True)
+    (chunk,) = build_chunks(hf, config, "policy")
+    experts = chunk.decoder.layers[0].mlp.experts
+    for parameter in experts.parameters():
+        parameter.data.normal_(std=0.05)
+    counts = torch.randint(0, 200, (64,), generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(int(counts.sum()), 512, dtype=torch.bfloat16, device="cuda")
+    probs = torch.rand(len(rows), device="cuda")
+    first = experts.local_experts[0]
+    assert can_group(rows, first.linear_fc1.weight, first.linear_fc2.weight)
+    results = {}
+    for name, forward in {"together": experts, "loop": SequentialMLP.forward}.items():
+        arguments = (rows.requires_grad_(), counts, probs)
+        for _ in range(3):
+            experts.zero_grad(set_to_none=True)
+            rows.grad = None
+            torch.cuda.synchronize()
+            start = perf_counter()
+            output, _ = forward(*arguments) if forward is experts else forward(experts, *arguments)
+            output.float().square().sum().backward()
+            torch.cuda.synchronize()
+            seconds = perf_counter() - start
+        print(f"64 experts, {len(rows)} tokens, {name}: {seconds * 1e3:.2f} ms")
+        results[name] = [output, rows.grad, *(p.grad for p in experts.parameters())]
+    parallel_state.destroy_model_parallel()
+    for ours, loop in zip(*results.values(), strict=True):
+        assert (ours - loop).float().norm() <= 0.01 * loop.float().norm()

@@ -78,6 +78,8 @@ def test_a_run_of_verl(run: dict, kind: str, tmp_path: Path) -> None:
     for field in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         theirs = f"{verl_settings.ACTOR}.megatron.override_transformer_config.{field}"
         assert getattr(config.actor, field) == given.get(theirs)
+    grouped = f"{verl_settings.ACTOR}.megatron.override_transformer_config.moe_grouped_gemm"
+    assert config.actor.moe_grouped_gemm == given.get(grouped, True)
     assert (config.critic is not None) == (known["algorithm.adv_estimator"] == "gae")
     uses_kl = known.get(f"{verl_settings.ACTOR}.use_kl_loss") or known.get(
         "algorithm.use_kl_in_reward"

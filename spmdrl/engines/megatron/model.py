@@ -95,7 +95,7 @@ def transformer_config(
         }  # fmt: skip
     if has_experts(config):
         settings |= {
-            "moe_router_dtype": "fp32", "moe_grouped_gemm": False, "moe_permute_fusion": False,
+            "moe_router_dtype": "fp32", "moe_permute_fusion": False,
             "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
         }  # fmt: skip
     settings |= _layout_settings(degrees) | _window_settings(config) | family.settings(config)
@@ -204,6 +204,7 @@ def layer_spec(config: Any, hf_config: PreTrainedConfig, number: int) -> Any:
         RmsNorm,
     )
     from spmdrl.engines.megatron.delta_net import delta_net_spec
+    from spmdrl.engines.megatron.grouped_experts import GroupedExperts
 
     family, sparse = FAMILIES[hf_config.model_type], moe_layers(hf_config)[number]
     spec = get_gpt_layer_local_spec(
@@ -225,6 +226,8 @@ def layer_spec(config: Any, hf_config: PreTrainedConfig, number: int) -> Any:
         parts.q_layernorm = parts.k_layernorm = RmsNorm
     if family.sandwich_norms:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, params={"config": config})
+    if sparse and config.moe_grouped_gemm:
+        layer.mlp.submodules.experts.module = GroupedExperts
     if sparse and family.clamped_swiglu is not None:
         layer.mlp.submodules.experts.submodules.activation_func = ModuleSpec(
             ClampedSwiGlu, params=family.clamped_swiglu(hf_config)

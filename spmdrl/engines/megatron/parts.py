@@ -372,7 +372,8 @@ def build_parts(
     with state.active():
         mega = transformer_config(
             hf_config, degrees, DTYPES[config.dtype],
-            recompute=recompute, **({"moe_enable_routing_replay": True} if replays else {}),
+            recompute=recompute, moe_grouped_gemm=config.moe_grouped_gemm,
+            **({"moe_enable_routing_replay": True} if replays else {}),
         )  # fmt: skip
         chunks = build_chunks(hf_config, mega, kind, num_mtp)  # type: ignore[arg-type]
         add_tower(chunks[0], seeing, recompute, config.freeze_vision)

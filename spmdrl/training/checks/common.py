@@ -164,7 +164,8 @@ LAYOUT: dict[str, dict[str, Any]] = {
         "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
         "virtual_pipeline": 1, "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None, "context_parallel": 1,
-        "expert_tensor_parallel": 1, "mtp_loss_scaling_factor": 0.0,
+        "expert_tensor_parallel": 1, "moe_grouped_gemm": True,
+        "mtp_loss_scaling_factor": 0.0,
     },
 }  # fmt: skip
 

@@ -346,8 +346,8 @@ def megatron_pass(
 ) -> PassMemory:
     """Activations of a stage for the micro-batches that are under way there.
 
-    Nothing is gathered: what is large beside is the gradient of the embedding and of the head, in
-    the role's dtype.
+    Nothing is gathered: what is large beside is the gradient of the embedding and of the head, and
+    a layer's experts that grouped products take stacked, all in the role's dtype.
     """
     width, tensor = DTYPES[role.dtype].itemsize, role.tensor_parallel
     sizes, hidden = layer_sizes(shape.hf, False), shape.text.hidden_size
@@ -371,4 +371,8 @@ def megatron_pass(
     )
     learns_matrix = trained and role.lora is None and (stage.is_first or stage.is_last)
     root = shape.matrix / tensor * width if learns_matrix else 0.0
-    return PassMemory(activations, root, head * stage.is_last, units=0.0, end=root)
+    stacked = 0.0
+    several = stage.experts and num_experts(shape.hf) > role.expert_parallel
+    if role.moe_grouped_gemm and role.lora is None and several:
+        stacked = stage.experts / sum(sparse_layers(shape.hf)[number] for number in stage.layers)
+    return PassMemory(activations, root, head * stage.is_last, units=stacked * width, end=root)

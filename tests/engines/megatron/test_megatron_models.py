@@ -158,7 +158,10 @@ def work(topology, folder, cases):
         with arranged(degrees):
             for family in case.families:
                 hf_config = AutoConfig.from_pretrained(folder / family)
-                config = transformer_config(hf_config, degrees, torch.float32, case.recompute)
+                config = transformer_config(
+                    hf_config, degrees, torch.float32, case.recompute,
+                    moe_grouped_gemm="context" not in case.degrees,  # there: one by one
+                )  # fmt: skip
                 chunks = build_chunks(hf_config, config, case.kind)
                 load_pretrained(chunks, folder / family, hf_config)
                 named = [part for chunk in chunks for part in pieces(chunk, hf_config)]
