@@ -23,7 +23,7 @@ ALIGNMENT = 16  # bytes: what the rows of a matrix are multiples of in the kerne
 CAPABILITY = (8, 0)  # of the first CUDA GPUs with these kernels
 
 
-class GroupedExperts(SequentialMLP):  # type: ignore[misc]
+class GroupedExperts(SequentialMLP):
     """The experts that lie on this rank, computed together where that is possible.
 
     They are computed one after the other where their layers have adapters, where there is one
@@ -140,7 +140,8 @@ class GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        of_rows, of_weights = None, (None,) * len(weights)
+        of_rows = None
+        of_weights: tuple[Tensor | None, ...] = (None,) * len(weights)
         if ctx.needs_input_grad[0]:
             of_rows = grouped_mm(grad, torch.stack(weights), offs=ends)
         if any(ctx.needs_input_grad[2:]):
