@@ -3,7 +3,8 @@
 Every rank knows the whole list of a round. An engine runs in bursts of a few steps. Between two
 bursts the coordinator on its leader (tensor-parallel rank 0) decides which requests it takes,
 whether it loads new weights, and whether the round is over. The decision is broadcast to the other
-ranks of the engine. A request stays in the engine that took it.
+ranks of the engine. A request stays in the engine that took it. A single engine on one rank, whose
+answers end with their first turn, has nothing to agree on: it takes all requests at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import default_store
 from spmdrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
@@ -67,7 +69,7 @@ class Scheduler:
         *,
         reply_handler: ReplyHandler | None = None,
         between_bursts: Callable[[], None] = lambda: None,
-        new_weights: Callable[[], bool] = lambda: False,
+        new_weights: Callable[[], bool] | None = None,
         load_weights: Callable[[], None] = lambda: None,
         until: Callable[[], bool] | None = None,
     ) -> RoundResult:
@@ -76,12 +78,16 @@ class Scheduler:
         until: asked on the leaders between bursts. Once it has been True on each of them the round
         ends, and what is not finished is in RoundResult.unfinished.
 
-        reply_handler: on leaders; None: an answer has one turn.
+        reply_handler: on leaders; None: an answer has one turn. stop_condition: None: the round
+        ends with the last request.
         between_bursts: called on every rank after each burst in which a step was made. new_weights:
         on rank 0 at each of its boundaries; where it returns True, load_weights is called on every
         rank of every engine, at its next boundary and before the round is over. It replaces the
         weights, which makes the engine forget_prefixes, and sets engine.policy_version.
         """
+        interventions = stop_condition, reply_handler, new_weights, until
+        if self.topology.world == 1 and interventions == (None, None, None, None):
+            return complete_alone(self.engine, requests, params, between_bursts)
         self.rounds += 1
         store = dist.PrefixStore(f"{self.prefix}/{self.rounds}", self.store)
         coordinator = None
@@ -94,7 +100,7 @@ class Scheduler:
                 requests,
                 stop_condition or StopCondition(),
                 NoReplies() if reply_handler is None else reply_handler,
-                new_weights,
+                new_weights or (lambda: False),
                 until,
                 self.static,
             )
@@ -198,6 +204,29 @@ class Scheduler:
                 if interrupted():
                     break
         return num_steps, ended, ended_calls
+
+
+def complete_alone(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    between_steps: Callable[[], None],
+) -> RoundResult:
+    """Completes the requests on the only engine, of one rank, with nobody to reply or to stop it.
+
+    between_steps: called after each engine step.
+    """
+    assert not engine.num_running + engine.num_waiting, "requests are still in the engine"
+    engine.forget_prefixes()
+    result = RoundResult()
+    positions = {id: i for i, id in enumerate(engine.add(requests, params))}
+    with preserved_rng():
+        while positions:
+            for id, completion in engine.step():
+                result.finished[positions.pop(id)] = completion
+            PROGRESS.count(len(result.finished), len(requests), "answers")
+            between_steps()
+    return result
 
 
 def check_each_once(result: RoundResult, num_requests: int, topology: Topology) -> None:
