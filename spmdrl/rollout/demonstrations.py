@@ -10,23 +10,15 @@ from typing import Any
 from spmdrl.config import PpoConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import Completion
-from spmdrl.rollout.sampling import SampleRequest, as_samples, questions_of
+from spmdrl.rollout.sampling import SampleRequest, as_samples
 from spmdrl.rollout.seeds import seed_of
 from spmdrl.types import DEMONSTRATED, Prompt, Sample
 
 
-def training_questions(
-    prompts: list[tuple[int, Prompt]], config: PpoConfig, step: int, purpose: str = "train"
-) -> list[SampleRequest]:
-    """Each (group, Prompt) rollout.n times, less the demonstrations that it has."""
-    return [
-        question
-        for group, prompt in prompts
-        for question in questions_of(
-            [(group, prompt)], config.rollout.n - num_demonstrations(prompt, config),
-            run_seed=config.seed, step=step, purpose=purpose,
-        )
-    ]  # fmt: skip
+def without_demonstrated(questions: list[SampleRequest], config: PpoConfig) -> list[SampleRequest]:
+    """Leaves out the samples whose places demonstrations take, the last of each group's."""
+    n = config.rollout.n
+    return [q for q in questions if q.index < n - num_demonstrations(q.prompt, config)]
 
 
 def num_demonstrations(prompt: Prompt, config: PpoConfig) -> int:

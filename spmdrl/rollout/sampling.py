@@ -23,7 +23,7 @@ from spmdrl.rollout.multi_turn.reply_encoder import turns_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.rollout.scheduler_messages import ReplyHandler, StopCondition
 from spmdrl.rollout.seeds import seed_of
-from spmdrl.types import Prompt, Sample
+from spmdrl.types import Message, Prompt, Sample
 
 
 def training_params(config: RolloutConfig) -> SamplingParams:
@@ -113,31 +113,64 @@ def sample_questions(
     leaders, those of the engine. lora: the actor's, which says whose adapter answers. hooks: see
     Scheduler.run.
     """
-    requests = [as_request(question, by_agents, lora) for question in questions]
-    stop_condition = StopCondition([question.group for question in questions], enough)
+    if by_agents:
+        return sample_by_agents(
+            scheduler, questions, params, agents, enough=enough, until=until, **hooks
+        )
+    requests = [as_request(question, lora) for question in questions]
     reply_handler: ReplyHandler | None = None
     if dialogue is not None:
         reply_handler = dialogue.about([(q.prompt, q.index) for q in questions], params)
-    tasks = [AgentTask(q.prompt, q.index, q.seed) for q in questions] if by_agents else []
-    if agents is not None:
-        reply_handler = agents.about(tasks, params, scheduler.engine.policy_version)
     outcome = scheduler.run(
-        requests, params, stop_condition, reply_handler=reply_handler, until=until, **hooks
-    )
-    left = {} if enough is None and until is None else share(outcome.unfinished, scheduler.topology)
+        requests, params, stop_condition_of(questions, enough), reply_handler=reply_handler,
+        until=until, **hooks,
+    )  # fmt: skip
     ended = sorted(outcome.finished.items())
-    if by_agents:
-        trajectories = [] if agents is None else [agents.take(tasks[i]) for i, _ in ended]
-        samples = [
-            trajectory_sample(questions[i].prompt, questions[i].group, questions[i].index, made)
-            for (i, _), made in zip(ended, trajectories, strict=True)
-        ]
-        homes = homes_of(tasks, agents, scheduler.topology) if left else []
-        return samples, [replace(questions[i], home=homes[i]) for i in left]
     samples = as_samples([questions[i] for i, _ in ended], [c for _, c in ended], tokenizer)
+    if enough is None and until is None:
+        return samples, []
+    left = share(outcome.unfinished, scheduler.topology)
     return samples, [
         replace(questions[i], begun=begun if begun.token_ids else None) for i, begun in left.items()
     ]
+
+
+def stop_condition_of(questions: list[SampleRequest], enough: int | None) -> StopCondition | None:
+    """Returns what ends the round with so many complete groups; None where all are completed."""
+    if enough is None:
+        return None
+    return StopCondition([question.group for question in questions], enough)
+
+
+def sample_by_agents(
+    scheduler: Scheduler, questions: list[SampleRequest], params: SamplingParams,
+    agents: AgentPool | None, *, enough: int | None, until: Callable[[], bool] | None, **hooks: Any,
+) -> tuple[list[Sample], list[SampleRequest]]:  # fmt: skip
+    """Does what `sample_questions` does, where agents make the samples: a request stands for a
+    trajectory, whose agent asks, and enters no engine itself.
+    """
+    requests = [
+        Request(q.prompt.token_ids, q.seed, awaits_reply=True, home=q.home) for q in questions
+    ]
+    tasks = [AgentTask(q.prompt, q.index, q.seed) for q in questions]
+    reply_handler: ReplyHandler | None = None
+    if agents is not None:
+        reply_handler = agents.about(tasks, params, scheduler.engine.policy_version)
+    outcome = scheduler.run(
+        requests, params, stop_condition_of(questions, enough), reply_handler=reply_handler,
+        until=until, **hooks,
+    )  # fmt: skip
+    left: dict[int, Completion] = {}
+    if enough is not None or until is not None:
+        left = share(outcome.unfinished, scheduler.topology)
+    ended = sorted(outcome.finished.items())
+    trajectories = [] if agents is None else [agents.take(tasks[i]) for i, _ in ended]
+    samples = [
+        trajectory_sample(questions[i].prompt, questions[i].group, questions[i].index, made)
+        for (i, _), made in zip(ended, trajectories, strict=True)
+    ]
+    homes = homes_of(tasks, agents, scheduler.topology) if left else []
+    return samples, [replace(questions[i], home=homes[i]) for i in left]
 
 
 def homes_of(
@@ -154,14 +187,9 @@ def homes_of(
     return [None if number < 0 else number for number in numbers.tolist()]
 
 
-def as_request(
-    question: SampleRequest, by_agent: bool = False, lora: LoraConfig | None = None
-) -> Request:
-    """by_agent: the request stands for a trajectory, whose agent asks; it enters no engine."""
+def as_request(question: SampleRequest, lora: LoraConfig | None = None) -> Request:
     prompt = question.prompt
-    if by_agent:
-        return Request(prompt.token_ids, question.seed, awaits_reply=True, home=question.home)
-    adapter = adapter_of(lora, prompt.data_source)
+    adapter = 0 if lora is None else adapter_of(lora, prompt.data_source)
     request = Request(prompt.token_ids, question.seed, images=prompt.images, adapter=adapter)
     return request if question.begun is None else resume(request, question.begun)
 
@@ -170,7 +198,7 @@ def as_samples(
     questions: list[SampleRequest], answers: list[Completion], tokenizer: Any
 ) -> list[Sample]:
     """Makes Samples of answers; what the policy said is decoded turn by turn."""
-    turns = [turns_of(answer) for answer in answers]
+    turns = [turns_of(answer) if answer.replies else [answer.token_ids] for answer in answers]
     flat = list(chain(*turns))
     texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=True) if flat else ())
     return [
@@ -181,10 +209,16 @@ def as_samples(
 
 def as_sample(question: SampleRequest, completion: Completion, texts: list[str]) -> Sample:
     """texts: of the policy's turns."""
-    messages = messages_of(completion, texts)
-    failed = completion.finish_reason == "error"
-    mask, support_ids = loss_mask_of(completion), completion.support_ids
-    invalid = f"the environment: {messages[-1]['content']}" if failed else None
+    messages: list[Message] = [{"role": "assistant", "content": texts[0]}]
+    mask, support_ids = [1] * len(completion.token_ids), completion.support_ids
+    if completion.replies:
+        messages = messages_of(completion, texts)
+        mask = [int(version != NOT_CHOSEN) for version in completion.versions]
+    invalid = None
+    if completion.finish_reason == "error":
+        invalid = f"the environment: {messages[-1]['content']}"
+    elif support_ids is not None:
+        invalid = lost_support(support_ids, mask)
     return Sample(
         prompt=question.prompt,
         group=question.group,
@@ -196,24 +230,16 @@ def as_sample(question: SampleRequest, completion: Completion, texts: list[str])
         finish_reason=completion.finish_reason,
         response=texts[-1],
         messages=messages,
-        invalid=invalid or lost_support(support_ids, mask),
+        invalid=invalid,
         routed_experts=completion.routed_experts,
         support_ids=support_ids,
     )
 
 
-def loss_mask_of(answer: Completion) -> list[int]:
-    if not answer.replies:
-        return [1] * len(answer.token_ids)
-    return [int(version != NOT_CHOSEN) for version in answer.versions]
-
-
-def lost_support(support_ids: np.ndarray | None, loss_mask: list[int]) -> str | None:
+def lost_support(support_ids: np.ndarray, loss_mask: list[int]) -> str | None:
     """Returns why an answer cannot be trained on whose tokens were drawn among more ids than there
-    is room for; None where all are known, or none is wanted. Both are those of a Sample.
+    is room for; None where all are known. Both are those of a Sample.
     """
-    if support_ids is None:
-        return None
     lost = np.array(loss_mask) * (support_ids[:, 0] < 0)
     if not lost.any():
         return None

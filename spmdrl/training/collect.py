@@ -18,7 +18,7 @@ from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.runner import check_invalid
-from spmdrl.rollout.demonstrations import demonstration_samples, training_questions
+from spmdrl.rollout.demonstrations import demonstration_samples, without_demonstrated
 from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.rollout.sampling import (
     evaluation_params,
@@ -109,13 +109,18 @@ def take(roles: Roles, source: PromptSource, count: int, step: int) -> list[Prom
         prompts = source.take(count, step)
     if roles.config.data.sampler.function is not None:
         with roles.phases("data", roles.sampling):
-            chosen = gather_to_all([prompt.id for prompt in prompts], roles.sampling.control)
-            require(
-                all(each == chosen[0] for each in chosen),
-                f"data.sampler.function chose other prompts on some ranks in step {step}: it must "
-                "depend on its arguments alone, and draw by `rng`",
-            )
+            require_same_prompts(prompts, roles.sampling, step)
     return prompts
+
+def require_same_prompts(prompts: list[Prompt], sampling: Topology, step: int) -> None:
+    """Raises ConfigError where a user's function chose others on another rank. Collective."""
+    chosen = gather_to_all([prompt.id for prompt in prompts], sampling.control)
+    require(
+        all(each == chosen[0] for each in chosen),
+        f"data.sampler.function chose other prompts on some ranks in step {step}: it must depend "
+        "on its arguments alone, and draw by `rng`",
+    )
+
 
 
 def ask(
@@ -131,22 +136,35 @@ def ask(
     with roles.phases("rollout", sampler.topology):
         # a later round may ask a prompt again, after the end of an epoch: other seeds
         purpose = "train" if sampling_round == 1 else f"train round {sampling_round}"
-        questions = training_questions(prompts, config, step, purpose)
+        questions = questions_of(
+            prompts, config.rollout.n, run_seed=config.seed, step=step, purpose=purpose
+        )
+        if config.algo.demonstrations:
+            questions = without_demonstrated(questions, config)
         samples, _ = sample_questions(
             sampler.scheduler, questions, training_params(config.rollout), **hooks(roles)
         )
-        samples += demonstration_samples(prompts, config, step, sampler.topology, roles.tokenizer)
+        if config.algo.demonstrations:
+            samples += demonstration_samples(
+                prompts, config, step, sampler.topology, roles.tokenizer
+            )
         if config.rollout.greedy_baseline:
-            firsts = questions_of(prompts, 1, run_seed=config.seed, step=step, purpose="greedy")
-            greedy, _ = sample_questions(
-                sampler.scheduler, [replace(question, index=GREEDY) for question in firsts],
-                greedy_params(config.rollout), **hooks(roles),
-            )  # fmt: skip
-            samples += greedy
+            samples += greedy_samples(roles, prompts, step)
     return samples
 
 
 GREEDY = -1  # index of a group's greedy answer
+
+def greedy_samples(roles: Roles, prompts: list[tuple[int, Prompt]], step: int) -> list[Sample]:
+    """Returns the greedy answers to each (group, prompt) that this rank made."""
+    config = roles.config
+    firsts = questions_of(prompts, 1, run_seed=config.seed, step=step, purpose="greedy")
+    samples, _ = sample_questions(
+        roles.sampler.scheduler, [replace(question, index=GREEDY) for question in firsts],
+        greedy_params(config.rollout), **hooks(roles),
+    )  # fmt: skip
+    return samples
+
 
 
 def ask_for_some(
@@ -162,8 +180,9 @@ def ask_for_some(
     fresh = take(roles, source, more, step) if more > 0 else []
     prompts = leftover.renumbered() + list(enumerate(fresh, start=len(leftover.prompts)))
     with roles.phases("rollout", sampler.topology):
-        new = training_questions(prompts[len(leftover.prompts) :], config, step)
-        questions = leftover.questions + new
+        asked = prompts[len(leftover.prompts) :]
+        new = questions_of(asked, config.rollout.n, run_seed=config.seed, step=step)
+        questions = leftover.questions + without_demonstrated(new, config)
         unanswered = {question.group for question in questions}
         enough = wanted - (len(prompts) - len(unanswered))  # some were complete before
         samples = leftover.samples

@@ -10,9 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spmdrl.rollout.demonstrations import demonstration_samples, training_questions
+from spmdrl.rollout.demonstrations import demonstration_samples, without_demonstrated
 from spmdrl.rollout.multi_turn.conversation import has_replies
-from spmdrl.rollout.sampling import SampleRequest, sample_questions, training_params
+from spmdrl.rollout.sampling import (
+    SampleRequest,
+    questions_of,
+    sample_questions,
+    training_params,
+)
 from spmdrl.training.collect import (
     PromptSource,
     RolloutResult,
@@ -88,7 +93,8 @@ def begin(roles: Roles, source: PromptSource, step: int) -> StepRequests:
     prompts = list(enumerate(take(roles, source, config.data.prompts_per_step, step)))
     topology = roles.sampler.topology
     given = demonstration_samples(prompts, config, step, topology, roles.tokenizer)
-    return StepRequests(step, given, training_questions(prompts, config, step))
+    questions = questions_of(prompts, config.rollout.n, run_seed=config.seed, step=step)
+    return StepRequests(step, given, without_demonstrated(questions, config))
 
 
 def ask(roles: Roles, requests: StepRequests, until: Callable[[], bool] | None = None) -> None:

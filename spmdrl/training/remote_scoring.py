@@ -40,28 +40,43 @@ def score(
     """
     rewards, sampling, phases = by.sampler.rewards, by.sampling, by.phases
     if by.sampler.scoring.ranks == by.sampler.topology.ranks:
-        ask_model(samples, by)
-        ask_judge(samples, by, held_out=phase == "evaluate")
+        ask_models(samples, by, held_out=phase == "evaluate")
         with phases(phase, sampling):
             assert rewards is not None
-            run_functions(samples, rewards, by)
+            finish_scoring(rewards.begin(samples), rewards, by)
         return
+    score_remotely(samples, by, prompt_of, phase)
+
+
+def ask_models(samples: list[Sample], by: ScoringContext, held_out: bool) -> None:
+    """Sets model_score, where there is a reward model, and judgement, where there is a judge. On
+    the ranks that score.
+    """
+    model, judge, rewards = by.sampler.reward_model, by.sampler.judge, by.sampler.rewards
+    if model is not None:
+        with by.phases("reward_model", by.sampler.scoring):
+            model.score(samples)
+    if judge is not None:
+        assert rewards is not None
+        with by.phases("judge", by.sampler.scoring):
+            judge.score(samples, rewards.asks_judge, held_out, by.phases.still_going)
+
+
+def score_remotely(
+    samples: list[Sample], by: ScoringContext, prompt_of: Callable[[int], Prompt], phase: str
+) -> None:
+    """Does what `score` does, where other ranks score than those that sample."""
+    rewards, sampling, phases = by.sampler.rewards, by.sampling, by.phases
     phases.barrier("wait answers", sampling)  # who only scores has nothing to do until then
     with phases(phase, sampling):
         sent, received, makers = send_to_scorers(samples, by, prompt_of)
-    ask_model(received, by)
-    ask_judge(received, by, held_out=phase == "evaluate")
+    ask_models(received, by, held_out=phase == "evaluate")
     with phases(phase, sampling):
         if rewards is not None:
-            run_functions(received, rewards, by)
+            finish_scoring(rewards.begin(received), rewards, by)
     phases.barrier("wait rewards", sampling)
     with phases(phase, sampling):
         return_verdicts(sent, received, makers, sampling)
-
-
-def run_functions(samples: list[Sample], rewards: RewardRunner, by: ScoringContext) -> None:
-    """Collective over the ranks that score. Raises TooManyInvalid, on the first rank to see it."""
-    finish_scoring(rewards.begin(samples), rewards, by)
 
 
 def finish_scoring(begun: Scoring, rewards: RewardRunner, by: ScoringContext) -> None:
@@ -78,23 +93,6 @@ def finish_scoring(begun: Scoring, rewards: RewardRunner, by: ScoringContext) ->
         watch.scored(sample)
 
     rewards.finish(begun, scored)
-
-
-def ask_model(samples: list[Sample], by: ScoringContext) -> None:
-    """Sets model_score, where there is a reward model. On the ranks that score."""
-    model = by.sampler.reward_model
-    if model is not None:
-        with by.phases("reward_model", by.sampler.scoring):
-            model.score(samples)
-
-
-def ask_judge(samples: list[Sample], by: ScoringContext, held_out: bool) -> None:
-    """Sets judgement, where there is a judge. On the ranks that score."""
-    judge, rewards = by.sampler.judge, by.sampler.rewards
-    if judge is not None:
-        assert rewards is not None
-        with by.phases("judge", by.sampler.scoring):
-            judge.score(samples, rewards.asks_judge, held_out, by.phases.still_going)
 
 
 def send_to_scorers(

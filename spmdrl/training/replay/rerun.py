@@ -216,5 +216,7 @@ def forget_rewards(sample: Sample) -> None:
     fields = {field.name: field for field in dataclasses.fields(Sample)}
     for name in ("reward", "pred"):
         setattr(sample, name, fields[name].default)
-    sample.invalid = lost_support(sample.support_ids, sample.loss_mask)
+    sample.invalid = None
+    if sample.support_ids is not None:
+        sample.invalid = lost_support(sample.support_ids, sample.loss_mask)
     sample.turn_rewards, sample.reward_info = [], {}
