@@ -334,16 +334,14 @@ def loss_counts(mask: Tensor, seq_lens: Tensor) -> Tensor:
     return torch.stack([lens.sum(), (lens > 0).double().sum()])
 
 
-def loss_weights(
-    mask: Tensor, seq_lens: Tensor, counts: Tensor, algo: AlgoConfig, norm_length: int
-) -> Tensor:
-    """Weight of each token in the loss, (num_tokens,) float32: aggregation as a weighted sum.
+def aggregate_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
+    """Returns f(mask, seq_lens, counts, norm_length) -> the weight of each token in the loss,
+    (num_tokens,) float32: the config's aggregation as a weighted sum.
 
     counts: `loss_counts` over all ranks' tokens of the mini-batch.
     """
     chosen = aggregation_of(algo)
-    function = AGGREGATIONS[chosen] if isinstance(chosen, str) else chosen
-    return function(mask, seq_lens, counts, norm_length)
+    return AGGREGATIONS[chosen] if isinstance(chosen, str) else chosen
 
 
 # ---- all policy losses

@@ -51,18 +51,23 @@ def policy_objective(
     token_loss = policy_loss_of(algo)
     kl = kl_in_loss(algo)
     terms = kernel_terms(algo, kl_coef, entropy_coef)
-    in_update = corrects_in_update(algo)
+    in_update, counts_cut = corrects_in_update(algo), has_cut(algo)
 
     def objective(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         # with one update per rollout the policy that sampled is the policy at hand
         old = logprobs.detach() if mb.old_logprobs is None else mb.old_logprobs
-        weights, further = mb.policy_weights, tokens_above_cut(logprobs, mb, algo)
+        weights, further = mb.policy_weights, dict[str, Tensor]()
+        if counts_cut and mb.ref_logprobs is not None:
+            further = tokens_above_cut(logprobs, mb.ref_logprobs, mb.loss_mask, algo)
         if algo.correction.bypass or in_update:
             mb, weights, log_ratio = with_correction(logprobs.detach(), mb, algo)
             if in_update:
                 further |= mismatch_of(log_ratio, weights, mb)
-        near, counted = near_policy(logprobs.detach(), mb, algo)
-        factors, further = product(weights, near), further | counted
+        factors = weights
+        if algo.off_policy_mask_threshold is not None:
+            near = near_policy(logprobs.detach(), mb, algo.off_policy_mask_threshold)
+            factors = near if weights is None else weights * near
+            further["off_policy_masked"] = ((1 - near) * mb.loss_mask).sum()
         if terms is not None:  # on a GPU the rest is one pass over memory
             inputs = kernel_inputs(mb, factors)
             if policy_loss.fits(logprobs, entropy, inputs):
@@ -220,35 +225,20 @@ def kl_in_loss(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return kl
 
 
-def near_policy(
-    logprobs: Tensor, mb: Batch, algo: AlgoConfig
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """(num_tokens,) 0 where off_policy_mask_threshold masks, and how many that are; None: nowhere.
-
-    logprobs: of the policy at hand.
+def near_policy(logprobs: Tensor, mb: Batch, threshold: float) -> Tensor:
+    """(num_tokens,) 0 where off_policy_mask_threshold masks, else 1. logprobs: of the policy at
+    hand.
     """
-    if algo.off_policy_mask_threshold is None:
-        return None, {}
     log_ratio = (logprobs - mb.rollout_logprobs) * mb.loss_mask
-    near = off_policy_keep(
-        log_ratio, advantages_of(mb), mb.loss_mask, mb.seq_lens, algo.off_policy_mask_threshold
-    )
-    return near, {"off_policy_masked": over_tokens("off_policy_masked", 1 - near, mb.loss_mask)}
+    return off_policy_keep(log_ratio, advantages_of(mb), mb.loss_mask, mb.seq_lens, threshold)
 
 
-def product(weights: Tensor | None, factors: Tensor | None) -> Tensor | None:
-    """The product of both, where None is 1."""
-    if weights is None or factors is None:
-        return factors if weights is None else weights
-    return weights * factors
-
-
-def tokens_above_cut(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> dict[str, Tensor]:
+def tokens_above_cut(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, algo: AlgoConfig
+) -> dict[str, Tensor]:
     """ref_kl_cut: how many tokens have a k3 above algo.kl_cut, or above 10 where it is None."""
-    if mb.ref_logprobs is None or not has_cut(algo):
-        return {}
-    above = above_cut(logprobs, mb.ref_logprobs, algo.kl_cut)
-    return {"ref_kl_cut": over_tokens("ref_kl_cut", above, mb.loss_mask)}
+    above = above_cut(logprobs, ref_logprobs, algo.kl_cut)
+    return {"ref_kl_cut": over_tokens("ref_kl_cut", above, mask)}
 
 
 def has_cut(algo: AlgoConfig) -> bool:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.algo.pass_at_k import Attempts, metrics_at_k
 from spmdrl.algo.selection import overlong_penalty, unequal
 from spmdrl.config import AlgoConfig, PpoConfig, require
@@ -112,6 +111,7 @@ def take(roles: Roles, source: PromptSource, count: int, step: int) -> list[Prom
             require_same_prompts(prompts, roles.sampling, step)
     return prompts
 
+
 def require_same_prompts(prompts: list[Prompt], sampling: Topology, step: int) -> None:
     """Raises ConfigError where a user's function chose others on another rank. Collective."""
     chosen = gather_to_all([prompt.id for prompt in prompts], sampling.control)
@@ -120,7 +120,6 @@ def require_same_prompts(prompts: list[Prompt], sampling: Topology, step: int) -
         f"data.sampler.function chose other prompts on some ranks in step {step}: it must depend "
         "on its arguments alone, and draw by `rng`",
     )
-
 
 
 def ask(
@@ -155,6 +154,7 @@ def ask(
 
 GREEDY = -1  # index of a group's greedy answer
 
+
 def greedy_samples(roles: Roles, prompts: list[tuple[int, Prompt]], step: int) -> list[Sample]:
     """Returns the greedy answers to each (group, prompt) that this rank made."""
     config = roles.config
@@ -164,7 +164,6 @@ def greedy_samples(roles: Roles, prompts: list[tuple[int, Prompt]], step: int) -
         greedy_params(config.rollout), **hooks(roles),
     )  # fmt: skip
     return samples
-
 
 
 def ask_for_some(
@@ -235,9 +234,11 @@ def scored(roles: Roles, samples: list[Sample], source: PromptSource) -> list[Sa
 
 def check_scores(roles: Roles, samples: list[Sample]) -> None:
     """Makes samples invalid that lack a reward which the algorithm needs; sets their penalties."""
-    config, algo = roles.config, roles.config.algo
-    metric = algo.dynamic_sampling_metric
-    check_reward_keys(samples, (*reward_keys_of(algo), *([] if metric is None else [metric])))
+    config, algo, keys = roles.config, roles.config.algo, roles.plan.reward_keys
+    if algo.dynamic_sampling_metric is not None:
+        keys = (*keys, algo.dynamic_sampling_metric)
+    if keys:
+        check_reward_keys(samples, keys)
     for sample in samples if algo.overlong_buffer else ():
         sample.penalty = overlong_penalty(
             len(sample.response_ids), config.rollout.max_tokens, algo.overlong_buffer,
@@ -301,7 +302,7 @@ def keep_groups(
     function gave them, with the id of its prompt; those of demonstrations are not among them.
     """
     with roles.phases("reward", roles.sampling):
-        keys = reward_keys_of(roles.config.algo)
+        keys = roles.plan.reward_keys
         rows = [
             [s.group, s.prompt.id, success_of(s), *rewards_of(s, keys, roles.config.algo)]
             for s in samples

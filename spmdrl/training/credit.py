@@ -16,8 +16,6 @@ from torch import Tensor
 from spmdrl.algo.advantages import (
     Outcomes,
     Tokens,
-    advantage_of,
-    estimator_of,
     token_baseline_sums,
     token_moments,
     token_positions,
@@ -35,15 +33,14 @@ from spmdrl.algo.demonstrations import demonstrated_mask, sampled_mask
 from spmdrl.algo.kl import above_cut
 from spmdrl.algo.losses import (
     SELECTION_OPTIONS,
-    aggregation_of,
     loss_counts,
     loss_of,
     loss_options,
-    loss_weights,
     seq_mean_token_mean,
     trained_mask,
 )
 from spmdrl.algo.objectives import has_cut, kl_estimator_of
+from spmdrl.algo.plan import AlgoPlan
 from spmdrl.algo.selection import (
     clip_cov_candidates,
     covariance_moments,
@@ -118,55 +115,78 @@ class SampleTable:
 
 
 def add_advantages(
-    batches: list[Batch], config: PpoConfig, kl_coef: float, topology: Topology
+    batches: list[Batch], config: PpoConfig, plan: AlgoPlan, kl_coef: float, topology: Topology
 ) -> dict[str, float]:
     """Sets advantages, loss_weights and, with a critic, returns; metrics of the advantages.
 
     Statistics (of a group, of whitening, of the loss's divisor) are over all ranks' samples.
     """
-    algo = config.algo
-    estimator, advantage = estimator_of(algo), advantage_of(algo)
+    algo, estimator = config.algo, plan.estimator
     whole = concatenate(batches)
     if algo.reward_clip is not None:
         whole = replace(whole, rewards=whole.rewards.clamp(*algo.reward_clip))
-    kl, process = kl_penalty(whole, algo), process_log_ratio(whole)
+    kl = process = torch.zeros_like(whole.loss_mask)
+    in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
+    if in_reward:
+        kl = kl_penalty(whole, algo)
+    if whole.prm_logprobs is not None:
+        process = process_log_ratio(whole)
     mini = torch.repeat_interleave(
         torch.arange(len(batches)), torch.tensor([batch.num_seqs for batch in batches])
     )
     coefs = algo.reward_coef, kl_coef
     trajectories = config.rollout.n if config.agent is not None else None
     table = gather_samples(whole, mini, kl, process, coefs, topology, trajectories)
-    tokens = tokens_of(whole, kl, process, coefs, table)
-    if estimator.token_sums:
-        tokens = with_group_sums(tokens, estimator.by_turn, topology)
     returns = None
     if estimator.sees == "outcomes":
-        valid = table.outcomes.valid
-        per_sample = advantage(table.outcomes) * valid
-        moments = sample_moments(per_sample, table.outcomes.lengths)
-        if estimator.whiten and algo.whiten_over == "samples":
-            per_sample = whiten(per_sample, valid, sample_moments(per_sample, valid))
-        advantages = tokens.own(per_sample) * tokens.mask
+        advantages, moments = advantages_of_outcomes(whole, table, plan, algo)
     else:
-        advantages = advantage(tokens)
-        if estimator.critic:
-            advantages, returns = advantages
-        moments = summed(token_moments(advantages, tokens.mask), topology)
+        tokens = tokens_of(whole, kl, process, coefs, table)
+        advantages, returns, moments = advantages_of_tokens(tokens, plan, topology)
     metrics = moment_metrics(moments)
     metrics["advantage/all_zero"] = float(none_differs(metrics, estimator.whiten))
     if estimator.whiten and algo.whiten_over == "tokens":
-        advantages = whiten(advantages, tokens.mask, moments)
+        advantages = whiten(advantages, whole.loss_mask, moments)
     sizes = [batch.num_tokens for batch in batches]
     for i, (batch, part) in enumerate(zip(batches, advantages.split(sizes), strict=True)):
         batch.advantages = part
         batch.returns = None if returns is None else returns.split(sizes)[i]
-    add_loss_weights(batches, table, config, topology)
-    if algo.kl_coef and algo.kl_in == "reward":
+    add_loss_weights(batches, table, config, plan, topology)
+    if in_reward:
         num_tokens = table.outcomes.lengths.sum().clamp(min=1)
         metrics["reward/kl"] = float(table.kl.sum() / num_tokens)
         if has_cut(algo):
             metrics["reward/kl_cut"] = float(num_cut(whole, algo, topology) / num_tokens)
     return metrics
+
+
+def advantages_of_outcomes(
+    batch: Batch, table: SampleTable, plan: AlgoPlan, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    """Returns the advantage of each token of this rank, (num_tokens,), that of its sample, and
+    `token_moments` of all ranks' before any whitening over tokens.
+    """
+    valid, lengths = table.outcomes.valid, table.outcomes.lengths
+    per_sample = plan.advantage(table.outcomes) * valid
+    moments = sample_moments(per_sample, lengths)
+    if plan.estimator.whiten and algo.whiten_over == "samples":
+        per_sample = whiten(per_sample, valid, sample_moments(per_sample, valid))
+    own = segment_expand(per_sample[table.rows].float(), batch.seq_lens)
+    return own * batch.loss_mask, moments
+
+
+def advantages_of_tokens(
+    tokens: Tokens, plan: AlgoPlan, topology: Topology
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns the advantages, with a critic the returns, (num_tokens,) each, and `token_moments` of
+    all ranks' advantages. Collective.
+    """
+    if plan.estimator.token_sums:
+        tokens = with_group_sums(tokens, plan.estimator.by_turn, topology)
+    advantages, returns = plan.advantage(tokens), None
+    if plan.estimator.critic:
+        advantages, returns = advantages
+    return advantages, returns, summed(token_moments(advantages, tokens.mask), topology)
 
 
 def gather_samples(
@@ -245,9 +265,7 @@ def by_trajectory(table: Tensor, order: Tensor, n: int) -> tuple[Tensor, Tensor]
 
 
 def kl_penalty(batch: Batch, algo: AlgoConfig) -> Tensor:
-    """(num_tokens,): the KL of each unmasked token where it belongs to the reward, else 0."""
-    if not algo.kl_coef or algo.kl_in != "reward":
-        return torch.zeros_like(batch.loss_mask)
+    """(num_tokens,): the KL of each unmasked token, where it belongs to the reward."""
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
     return kl_estimator_of(algo)(batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
 
@@ -260,13 +278,11 @@ def num_cut(batch: Batch, algo: AlgoConfig, topology: Topology) -> Tensor:
 
 
 def process_log_ratio(batch: Batch) -> Tensor:
-    """(num_tokens,): log pi_prm - log pi_ref of each unmasked token, 0 without a prm.
+    """(num_tokens,): log pi_prm - log pi_ref of each unmasked token.
 
     Times beta it is the implicit process reward. Source: PRIME, arXiv 2502.01456, eq. 3.
     """
-    if batch.prm_logprobs is None:
-        return torch.zeros_like(batch.loss_mask)
-    assert batch.ref_logprobs is not None
+    assert batch.prm_logprobs is not None and batch.ref_logprobs is not None
     return (batch.prm_logprobs - batch.ref_logprobs) * batch.loss_mask
 
 
@@ -315,37 +331,49 @@ def none_differs(metrics: dict[str, float], whitened: bool) -> bool:
 
 
 def add_loss_weights(
-    batches: list[Batch], table: SampleTable, config: PpoConfig, topology: Topology
+    batches: list[Batch], table: SampleTable, config: PpoConfig, plan: AlgoPlan, topology: Topology
 ) -> None:
     """Sets loss_weights and, where they are asked for, nll_weights and the top-entropy mask."""
     algo = config.algo
     norm_length = algo.norm_length or config.rollout.max_tokens
-    positive = table.outcomes.lengths * (table.rewards > 0)
-    samples = table.rows.split([batch.num_seqs for batch in batches])
     for i, batch in enumerate(batches):
         mine = (table.mini == i).double()
         counted = mine if algo.seq_mean_over == "all" else (table.num_kept > 0) * mine
         counts = torch.stack([(table.num_kept * mine).sum(), counted.sum()])
-        batch.loss_weights = loss_weights(
-            trained_mask(batch), batch.seq_lens, counts, algo, norm_length
+        batch.loss_weights = plan.aggregate(
+            trained_mask(batch), batch.seq_lens, counts, norm_length
         )
-        if config.agent is not None and aggregation_of(algo) == "seq_mean_token_mean":
-            # the mean over the tokens of a trajectory, of which this is one row
-            own = segment_sum(trained_mask(batch).double(), batch.seq_lens)
-            share = own / table.num_kept[samples[i]].clamp(min=1)
-            batch.loss_weights *= segment_expand(share.float(), batch.seq_lens)
         if algo.positive_nll_coef:
+            positive = table.outcomes.lengths * (table.rewards > 0)
             right = torch.repeat_interleave((batch.rewards > 0).float(), batch.seq_lens)
             total = float((positive * mine).sum().clamp(min=1))
             batch.nll_weights = right * batch.loss_mask / total
         if algo.top_entropy_fraction < 1:
-            count = math.ceil(algo.top_entropy_fraction * float(counts[0]))
-            assert batch.old_entropy is not None
-            # tokens of equal context have equal entropies but for rounding, which must not choose
-            steps = (batch.old_entropy.double() / ENTROPY_STEP).round()
-            top = largest(steps, count, batch, topology)
-            weights = batch.policy_weights
-            batch.policy_weights = top if weights is None else top * weights
+            choose_top_entropy(batch, algo.top_entropy_fraction * float(counts[0]), topology)
+    if config.agent is not None and plan.aggregate is seq_mean_token_mean:
+        weigh_by_trajectory(batches, table)
+
+
+def weigh_by_trajectory(batches: list[Batch], table: SampleTable) -> None:
+    """Makes the mean over a row's tokens that over the tokens of its whole trajectory."""
+    samples = table.rows.split([batch.num_seqs for batch in batches])
+    for batch, rows in zip(batches, samples, strict=True):
+        assert batch.loss_weights is not None
+        own = segment_sum(trained_mask(batch).double(), batch.seq_lens)
+        share = own / table.num_kept[rows].clamp(min=1)
+        batch.loss_weights *= segment_expand(share.float(), batch.seq_lens)
+
+
+def choose_top_entropy(batch: Batch, count: float, topology: Topology) -> None:
+    """Leaves weights of the policy loss to the `count` tokens of the mini-batch, over all ranks,
+    at which the policy was least certain. Collective.
+    """
+    assert batch.old_entropy is not None
+    # tokens of equal context have equal entropies but for rounding, which must not choose
+    steps = (batch.old_entropy.double() / ENTROPY_STEP).round()
+    top = largest(steps, math.ceil(count), batch, topology)
+    weights = batch.policy_weights
+    batch.policy_weights = top if weights is None else top * weights
 
 
 def largest(

@@ -12,7 +12,8 @@ from spmdrl.training.roles import Roles, train
 
 
 def update_process_reward_model(roles: Roles, batches: TrainBatches) -> None:
-    """Sets prm_logprobs, then makes the model learn from the outcomes of the same samples.
+    """Sets prm_logprobs, then makes the model learn from the outcomes of the same samples, and
+    gives prm_logprobs to the actor.
 
     Needs ref_logprobs. Ranks without the model or the reference pass through.
     """
@@ -29,3 +30,4 @@ def update_process_reward_model(roles: Roles, batches: TrainBatches) -> None:
             updates = train(prm, outcomes, prm_objective(config.algo), config, epochs=1)
             batches.metrics |= {f"prm/{name}": value for name, value in updates.items()}
             prm.model.offload()
+    send_to_role(roles, batches, ("prm_logprobs",), prm, roles.actor)

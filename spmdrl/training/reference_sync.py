@@ -12,14 +12,14 @@ from spmdrl.training.roles import Roles
 
 
 def sync_reference(roles: Roles, step: int) -> None:
-    """Moves the reference towards the policy, in the steps where algo.ref_model_sync_steps says so.
+    """Moves the reference towards the policy in every algo.ref_model_sync_steps-th step.
 
     reference <- alpha policy + (1 - alpha) reference, in float32, weight by weight, with alpha =
     algo.ref_model_mixup_alpha. Source: arXiv 2404.09656, equation 4. Collective over the actor's
     ranks, which are the reference's.
     """
     algo, actor, ref = roles.config.algo, roles.actor, roles.ref
-    if algo.ref_model_sync_steps == 0 or step % algo.ref_model_sync_steps or not actor.here:
+    if step % algo.ref_model_sync_steps or not actor.here:
         return
     assert ref is not None
     with roles.phases("sync_reference", actor.topology):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmdrl.algo.plan import AlgoPlan
 from spmdrl.config import PpoConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.data.routing import Routing
@@ -124,6 +125,13 @@ class Roles:
     hints: HintedPrompts | None = None  # where the teacher sees hints
     routes: TeacherRoutes | None = None  # where there are several teachers
     adapter_routes: AdapterRoutes | None = None  # where the actor has several adapters
+    plan: AlgoPlan = field(init=False)  # what config.algo asks of a step
+
+    def __post_init__(self) -> None:
+        self.set_config(self.config)
+
+    def set_config(self, config: PpoConfig) -> None:
+        self.config, self.plan = config, AlgoPlan.of(config.algo)
 
     @property
     def sleeps(self) -> bool:
@@ -141,11 +149,6 @@ class Roles:
         """Returns how many tokens a teacher names in each place; 0 where there is none."""
         distillation = self.config.algo.distillation
         return 0 if distillation is None else distillation.topk
-
-    @property
-    def policy_teaches(self) -> bool:
-        """Whether the policy is its own teacher, and the reference, if there is one, is none."""
-        return self.config.algo.policy_teaches
 
     @property
     def trainers(self) -> list[Trainer]:

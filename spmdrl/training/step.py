@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.correction import take_mismatch
 from spmdrl.algo.demonstrations import take_shares
-from spmdrl.algo.objectives import (
-    corrects_before_update,
-    needs_old_logprobs,
-    policy_objective,
-    selects,
-    value_objective,
-    weighs_pairs,
-)
+from spmdrl.algo.objectives import policy_objective, value_objective
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.training.checks.strict import require_equal
 from spmdrl.training.coefficients import adapt, entropy_bonus
@@ -32,7 +24,7 @@ from spmdrl.training.process_reward_model import update_process_reward_model
 from spmdrl.training.push_weights import push_weights
 from spmdrl.training.reference_sync import sync_reference
 from spmdrl.training.roles import Roles, train
-from spmdrl.training.staleness import staleness
+from spmdrl.training.staleness import keeps_samples, staleness
 from spmdrl.training.teacher_logprobs import (
     ask_teachers,
     compute_ref_logprobs,
@@ -52,32 +44,40 @@ def train_step(
     engine its weights. Returns what was trained on, with the step's metrics in `metrics`, which are
     the same on every rank that trains; None on the others. Raises PhaseError on every rank.
     """
+    config, algo = roles.config, roles.config.algo
     rollout = generate_and_score(step) if roles.sampling.here else None
     batches = dispatch_batches(roles, rollout, step)
     if batches is not None and batches.is_empty:
         batches.metrics["rollout/loss_tokens"] = 0.0
     elif batches is not None:
-        compute_ref_logprobs(roles, batches)
-        ask_teachers(roles, batches)
-        compute_values(roles, batches)
+        if roles.ref is not None:
+            compute_ref_logprobs(roles, batches)
+        if roles.routes is not None:
+            ask_teachers(roles, batches)
+        if roles.critic is not None:
+            compute_values(roles, batches)
         compute_old_logprobs(roles, batches)
-        compute_teacher_logprobs(roles, batches)
-        explain_mismatch(roles, batches, step)
+        if algo.policy_teaches:
+            compute_teacher_logprobs(roles, batches)
+        if config.explain_mismatch or config.explain_mismatch_above is not None:
+            explain_mismatch(roles, batches, step)
         if roles.prm is not None:
             update_process_reward_model(roles, batches)
         compute_advantages(roles, batches, step)
-        update_critic(roles, batches)
-        if step > roles.config.algo.critic_warmup_steps:
+        if roles.critic is not None:
+            update_critic(roles, batches)
+        if step > algo.critic_warmup_steps:
             update_actor(roles, batches, step)
         gather_metrics(roles, batches)
-    sync_reference(roles, step)
+    if algo.ref_model_sync_steps > 0:
+        sync_reference(roles, step)
     if push:
         push_weights(roles, version=step)
     return batches
 
 
 def compute_values(roles: Roles, batches: TrainBatches) -> None:
-    """Sets values by the critic, where there is one, before it learns from these samples."""
+    """Sets values by the critic before it learns from these samples."""
     critic = roles.critic
     if critic is None or not critic.here:
         return
@@ -98,8 +98,8 @@ def compute_old_logprobs(roles: Roles, batches: TrainBatches) -> None:
     if algo.correction.bypass:
         for batch in batches.of(actor):
             batch.old_logprobs = batch.rollout_logprobs
-    elif needs_old_logprobs(algo):
-        token_sums = estimator_of(algo).token_sums
+    elif roles.plan.needs_old_logprobs:
+        token_sums = roles.plan.estimator.token_sums
         with roles.phases("old_logprobs", actor.topology):
             actor.model.onload()
             for batch in PROGRESS.each(batches.of(actor), "mini-batches"):
@@ -112,25 +112,29 @@ def compute_advantages(roles: Roles, batches: TrainBatches, step: int) -> None:
 
     The actor's ranks do it, with statistics over all of them.
     """
-    actor, config = roles.actor, roles.config
-    send_teachers_logprobs(roles, batches)
-    send_to_role(roles, batches, ("values",), roles.critic, actor)
-    send_to_role(roles, batches, ("prm_logprobs",), roles.prm, actor)
+    actor, config, plan = roles.actor, roles.config, roles.plan
+    if roles.ref is not None or roles.routes is not None:
+        send_teachers_logprobs(roles, batches)
+    if roles.critic is not None:
+        send_to_role(roles, batches, ("values",), roles.critic, actor)
     if actor.here:
         with roles.phases("advantages", actor.topology):
             own, metrics = batches.of(actor), batches.metrics
-            metrics |= staleness(roles, own, step)
-            if corrects_before_update(config.algo):
+            metrics |= {"staleness/mean": 0.0, "staleness/max": 0.0}  # all were sampled anew
+            if config.async_steps > 0 or keeps_samples(config):
+                metrics |= staleness(roles, own, step)
+            if plan.corrects_before_update:
                 metrics |= add_correction(own, config.algo, actor.topology)
-            if weighs_pairs(config.algo):
+            if plan.weighs_pairs:
                 metrics |= prepare_pairs(own, actor.topology)
             else:
-                metrics |= add_advantages(own, config, roles.kl_coef, actor.topology)
-    send_to_role(roles, batches, ("returns", "loss_weights"), actor, roles.critic)
+                metrics |= add_advantages(own, config, plan, roles.kl_coef, actor.topology)
+    if roles.critic is not None:
+        send_to_role(roles, batches, ("returns", "loss_weights"), actor, roles.critic)
 
 
 def update_critic(roles: Roles, batches: TrainBatches) -> None:
-    """Trains the critic, where there is one, to predict the returns."""
+    """Trains the critic to predict the returns."""
     critic, config = roles.critic, roles.config
     if critic is None or not critic.here:
         return
@@ -143,23 +147,27 @@ def update_critic(roles: Roles, batches: TrainBatches) -> None:
 
 def update_actor(roles: Roles, batches: TrainBatches, step: int) -> None:
     """Trains the policy on the advantages."""
-    actor, config, algo = roles.actor, roles.config, roles.config.algo
+    actor, config, plan = roles.actor, roles.config, roles.plan
     if not actor.here:
         return
     with roles.phases("update_actor", actor.topology):
         actor.model.onload()
-        loss_fn = policy_objective(algo, roles.kl_coef, entropy_bonus(roles))
-        loss_fn = batches.recorder.watch(loss_fn)
-        before = None
-        if selects(algo) or weighs_pairs(algo):
-            before = before_update(roles, step)
-        updates = train(actor, batches.of(actor), loss_fn, config, algo.epochs, before)
-        take_shares(updates)
-        batches.metrics |= take_mismatch(updates)
+        loss_fn = plan.objective
+        if plan.adapts:
+            loss_fn = policy_objective(config.algo, roles.kl_coef, entropy_bonus(roles))
+        if batches.recorder.wanted:
+            loss_fn = batches.recorder.watch(loss_fn)
+        before = before_update(roles, step) if plan.selects or plan.weighs_pairs else None
+        updates = train(actor, batches.of(actor), loss_fn, config, config.algo.epochs, before)
+        if config.algo.demonstrations:
+            take_shares(updates)
+        if plan.corrects_in_update:
+            batches.metrics |= take_mismatch(updates)
         batches.metrics |= {f"actor/{name}": value for name, value in updates.items()}
         if config.strict:
             require_equal(batches.metrics, step)
-    batches.metrics |= adapt(roles, batches.metrics, num_samples=batches.assignment.num_seqs)
+    if plan.adapts:
+        batches.metrics |= adapt(roles, batches.metrics, num_samples=batches.assignment.num_seqs)
 
 
 def gather_metrics(roles: Roles, batches: TrainBatches) -> None:
@@ -182,7 +190,7 @@ def before_update(roles: Roles, step: int) -> Callable[[Batch, int], dict[str, f
         if update > 0 or logprobs is None or config.algo.correction.bypass:
             stats = actor.model.logprobs(batch, roles.temperature, images=actor.images)
             logprobs = stats.logprobs
-        if weighs_pairs(config.algo):
+        if roles.plan.weighs_pairs:
             return weigh_pairs(batch, logprobs, config, actor.topology)
         batch.selected_mask = select_tokens(batch, logprobs, config, step, update, actor.topology)
         return {}

@@ -18,16 +18,17 @@ from spmdrl.types import Batch, PolicyStats
 
 
 def compute_ref_logprobs(roles: Roles, batches: TrainBatches) -> None:
-    """Sets ref_logprobs by the frozen reference model, where there is one; of a teacher also
-    teacher_ids and teacher_logprobs. A reference that is the teacher sees the hints of the data.
+    """Sets ref_logprobs by the frozen reference model; of a teacher also teacher_ids and
+    teacher_logprobs. A reference that is the teacher sees the hints of the data.
     """
     ref = roles.ref
-    if ref is None or not ref.here:
+    assert ref is not None
+    if not ref.here:
         return
     with roles.phases("ref_logprobs", ref.topology):
         ref.model.onload()
         for batch in PROGRESS.each(batches.of(ref), "mini-batches"):
-            if roles.policy_teaches:
+            if roles.config.algo.policy_teaches:
                 stats = ref.model.logprobs(batch, roles.temperature, images=ref.images)
                 batch.ref_logprobs = stats.logprobs
                 continue
@@ -38,8 +39,8 @@ def compute_ref_logprobs(roles: Roles, batches: TrainBatches) -> None:
 
 
 def ask_teachers(roles: Roles, batches: TrainBatches) -> None:
-    """Sets ref_logprobs, teacher_ids and teacher_logprobs by the teachers of this rank, where there
-    are several: each in the places of its own sequences, with 0 in the others.
+    """Sets ref_logprobs, teacher_ids and teacher_logprobs by the teachers of this rank, of which
+    there are several: each in the places of its own sequences, with 0 in the others.
     """
     for name, teacher in roles.teachers.items():
         if not teacher.here:
@@ -105,7 +106,7 @@ def send_teachers_logprobs(roles: Roles, batches: TrainBatches) -> None:
     """
     actor = roles.actor
     if roles.routes is None:
-        names = result_names(roles) if not roles.policy_teaches else ("ref_logprobs",)
+        names = result_names(roles) if not roles.config.algo.policy_teaches else ("ref_logprobs",)
         send_to_role(roles, batches, names, roles.ref, actor)
         return
     names, own = result_names(roles), batches.of(actor) if actor.here else []
@@ -129,7 +130,7 @@ def compute_teacher_logprobs(roles: Roles, batches: TrainBatches) -> None:
     own teacher. Source: OPSD, arXiv 2601.18734, algorithm 1; SDFT, arXiv 2601.19897.
     """
     actor = roles.actor
-    if not roles.policy_teaches or not actor.here:
+    if not actor.here:
         return
     with roles.phases("teacher_logprobs", actor.topology):
         actor.model.onload()

@@ -214,7 +214,7 @@ def run_example(algo):
     assert batch.advantages.any() and not batch.advantages[batch.loss_mask == 0].any()
 
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
-    batch.loss_weights = losses.loss_weights(batch.loss_mask, batch.seq_lens, counts, algo, 16)
+    batch.loss_weights = losses.aggregate_of(algo)(batch.loss_mask, batch.seq_lens, counts, 16)
     assert batch.loss_weights.shape == (batch.num_tokens,)
     assert not batch.loss_weights[batch.loss_mask == 0].any()
 

@@ -146,7 +146,7 @@ def test_aggregation(name, seed):
     counts = sum(losses.loss_counts(h.loss_mask, h.seq_lens) for h in halves)
     algo, got = AlgoConfig(aggregation=name), 0.0
     for half, part in zip(halves, values.split([h.num_tokens for h in halves]), strict=True):
-        weights = losses.loss_weights(half.loss_mask, half.seq_lens, counts, algo, 12)
+        weights = losses.aggregate_of(algo)(half.loss_mask, half.seq_lens, counts, 12)
         got += float((part * weights).sum())
     assert got == pytest.approx(want, rel=1e-6)
 
@@ -157,7 +157,7 @@ def test_luspo_is_gspos_term_times_the_length(seed):
     trs, batch, new = case_of(seed, per_sequence=True)
     algo = AlgoConfig(policy_loss="luspo", loss_args=NARROW)
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
-    batch.loss_weights = losses.loss_weights(batch.loss_mask, batch.seq_lens, counts, algo, 12)
+    batch.loss_weights = losses.aggregate_of(algo)(batch.loss_mask, batch.seq_lens, counts, 12)
     got, _ = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
     (got_grad,) = torch.autograd.grad(got, new)
     rows = leaves(rows_of(new.detach(), batch))
@@ -229,7 +229,7 @@ def test_sequence_ratios_take_any_aggregation(name):
     trs, batch, new = case_of(1, per_sequence=True)
     algo = AlgoConfig(policy_loss="gspo", aggregation=name, loss_args=NARROW)
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
-    batch.loss_weights = losses.loss_weights(batch.loss_mask, batch.seq_lens, counts, algo, 12)
+    batch.loss_weights = losses.aggregate_of(algo)(batch.loss_mask, batch.seq_lens, counts, 12)
     loss, _ = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
     (got,) = torch.autograd.grad(loss, new)
     rows = leaves(rows_of(new.detach(), batch))
@@ -352,8 +352,8 @@ def test_overlong_penalty_and_unequal_groups():
 def objective_batch(seed):
     trs, batch, new = case_of(seed, False)
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
-    batch.loss_weights = losses.loss_weights(
-        batch.loss_mask, batch.seq_lens, counts, AlgoConfig(), 12
+    batch.loss_weights = losses.aggregate_of(AlgoConfig())(
+        batch.loss_mask, batch.seq_lens, counts, 12
     )
     return trs, batch, new
 
@@ -408,7 +408,7 @@ def test_rejected_tokens_have_no_part_in_a_sequence(name, bypass):
     keep = rejection_keep(log_ratio, batch.loss_mask, batch.seq_lens, correction.reject)
     assert 0.2 < float(keep.sum() / batch.loss_mask.sum()) < 0.9
     masked = replace(batch, loss_mask=keep)
-    per_token = losses.loss_weights(keep, batch.seq_lens, counts, AlgoConfig(), 12)
+    per_token = losses.aggregate_of(AlgoConfig())(keep, batch.seq_lens, counts, 12)
     want, _ = losses.POLICY_LOSSES[name](new, batch.old_logprobs, masked)
     want = (want * per_token).sum()
     batch.loss_weights = per_token
@@ -541,7 +541,7 @@ def test_functions_of_the_users_take_the_place_of_names():
         kl_estimator=lambda p, q: (p - q) ** 4,
     )  # fmt: skip
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
-    batch.loss_weights = losses.loss_weights(batch.loss_mask, batch.seq_lens, counts, algo, 12)
+    batch.loss_weights = losses.aggregate_of(algo)(batch.loss_mask, batch.seq_lens, counts, 12)
     loss, sums = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
     per_token = -batch.advantages * new * 2 + 0.1 * (new - batch.ref_logprobs) ** 4
     torch.testing.assert_close(loss, (per_token * batch.loss_mask).sum() / 12)

@@ -10,7 +10,7 @@ from triton_tests import DEVICE, READY, no_worse, run_interpreted
 
 from spmdrl.algo.correction import TESTS
 from spmdrl.algo.kl import ESTIMATORS
-from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES, loss_counts, loss_weights
+from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES, aggregate_of, loss_counts
 from spmdrl.algo.objectives import kernel_terms, policy_objective
 from spmdrl.algo.options import options_of
 from spmdrl.config import AlgoConfig, CorrectionConfig
@@ -63,7 +63,7 @@ def batch_of(seed, lens=(40, 0, 1, 63, 17, 0, 5), spread=0.3, aggregation="token
         kept_mask=kept, policy_weights=torch.rand(n, generator=g) * kept,
         nll_weights=torch.rand(n, generator=g) * mask / 30,
         selected_mask=(torch.rand(n, generator=g) > 0.8).float() * mask,
-        loss_weights=loss_weights(kept, batch.seq_lens, counts, algo, 50),
+        loss_weights=aggregate_of(algo)(kept, batch.seq_lens, counts, 50),
     )  # fmt: skip
     return near(old), torch.rand(n, generator=g) * mask, batch.to(torch.device(DEVICE))
 

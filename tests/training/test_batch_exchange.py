@@ -135,6 +135,7 @@ def test_balance_keeps_every_sample_whole_and_once(runs):
 
 def few_on(topology, estimator):
     """Two samples on three ranks."""
+    from spmdrl.algo.plan import AlgoPlan
     from spmdrl.config import AlgoConfig, DataConfig, PpoConfig
     from spmdrl.training.credit import add_advantages
 
@@ -142,7 +143,8 @@ def few_on(topology, estimator):
     mine = [make_sample(0, i) for i in range(2)] if topology.rank == 0 else []
     batches = dealt(topology, mine, 1)[1][topology.ranks]
     batches[0].values = batches[0].loss_mask * 0.5
-    return batches[0].num_seqs, add_advantages(batches, config, 0.0, topology)
+    plan = AlgoPlan.of(config.algo)
+    return batches[0].num_seqs, add_advantages(batches, config, plan, 0.0, topology)
 
 
 def test_fewer_samples_than_ranks(runs):

@@ -96,8 +96,6 @@ class SampleRecorder:
 
     def watch(self, loss_fn: LossFn) -> LossFn:
         """Returns the loss function, which keeps what it is given and is otherwise the same."""
-        if not self.wanted:
-            return loss_fn
 
         def watched(
             logprobs: Tensor, entropy: Tensor, mb: Batch

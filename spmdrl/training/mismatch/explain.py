@@ -44,21 +44,14 @@ from spmdrl.training.roles import Roles
 CUT_OFFS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
 
 
-def is_wanted(roles: Roles) -> bool:
-    """Whether this step's largest difference is explained, or is to be looked at."""
-    config = roles.config
-    return config.explain_mismatch or (
-        config.explain_mismatch_above is not None and not roles.mismatch_explained
-    )
-
-
 def explain_mismatch(roles: Roles, batches: TrainBatches, step: int) -> None:
-    """Explains the worst sample of the step, where the config asks for it, and writes what is found
-    to run_dir/mismatch. To be called before the actor learns. Collective over all ranks.
+    """Explains the worst sample of the step, where the config asks for it, and writes
+    what is found to run_dir/mismatch. With explain_mismatch_above it does so once. To be called
+    before the actor learns. Collective over all ranks.
     """
-    if not is_wanted(roles):
-        return
     actor, config = roles.actor, roles.config
+    if roles.mismatch_explained and not config.explain_mismatch:
+        return
     with roles.phases("explain mismatch", actor.topology):
         actor.model.onload()
         there = needs_old_logprobs(config.algo) and not config.algo.correction.bypass

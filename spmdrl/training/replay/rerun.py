@@ -91,7 +91,7 @@ def last_step(
     """Runs plan.step itself and gathers what it has computed. Collective."""
     config = plan.config if edit is None else edit.config
     logged = 0 if address is None else EVERY
-    roles.config = replace(config, strict=False, log_samples=logged, log_sample_tokens=logged)
+    roles.set_config(replace(config, strict=False, log_samples=logged, log_sample_tokens=logged))
     if edit is not None:
         roles.kl_coef = roles.kl_coef if config.algo.kl_target else config.algo.kl_coef
         roles.entropy_coef = (
