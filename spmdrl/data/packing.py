@@ -29,10 +29,6 @@ def pack_samples(
     routing: of the experts, where the samples' routed_experts are. support_width: columns of the
     samples' support_ids; 0: these are not wanted.
     """
-    lens = torch.tensor([s.num_tokens for s in samples], dtype=torch.int64)
-    batch = empty_batch(
-        lens, len(keys), per_turn=per_turn, routing=routing, support_width=support_width
-    )
     tokens: list[int] = []
     mask: list[float] = []
     logprobs: list[float] = []
@@ -44,29 +40,36 @@ def pack_samples(
         mask += nothing + kept
         logprobs += nothing + sample.rollout_logprobs
         versions += nothing + sample.policy_version
-    batch.token_ids = torch.tensor(tokens, dtype=torch.int64)
-    batch.loss_mask = torch.tensor(mask, dtype=torch.float32)
-    batch.rollout_logprobs = torch.tensor(logprobs, dtype=torch.float32) * batch.loss_mask
-    batch.policy_version = torch.tensor(versions, dtype=torch.int64)
-    batch.groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
-    batch.indices = torch.tensor([s.index for s in samples], dtype=torch.int64)
-    batch.prompts = torch.tensor([s.prompt.id for s in samples], dtype=torch.int64)
-    batch.rewards = torch.tensor(
-        [0.0 if s.reward is None else s.reward + s.penalty for s in samples], dtype=torch.float64
-    )
-    batch.valid = torch.tensor([s.invalid is None for s in samples], dtype=torch.float32)
-    batch.greedy_rewards = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float64)
-    table = [[s.rewards_by_key.get(key, 0.0) for key in keys] for s in samples]
-    batch.reward_components = torch.tensor(table, dtype=torch.float64).reshape(
-        len(samples), len(keys)
+    loss_mask = torch.tensor(mask, dtype=torch.float32)
+    rewards = [0.0 if s.reward is None else s.reward + s.penalty for s in samples]
+    components = [[s.rewards_by_key.get(key, 0.0) for key in keys] for s in samples]
+    batch = Batch(
+        token_ids=torch.tensor(tokens, dtype=torch.int64),
+        cu_seqlens=lengths_to_cu_seqlens(
+            torch.tensor([s.num_tokens for s in samples], dtype=torch.int64)
+        ),
+        loss_mask=loss_mask,
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * loss_mask,
+        policy_version=torch.tensor(versions, dtype=torch.int64),
+        groups=torch.tensor([s.group for s in samples], dtype=torch.int64),
+        indices=torch.tensor([s.index for s in samples], dtype=torch.int64),
+        prompts=torch.tensor([s.prompt.id for s in samples], dtype=torch.int64),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        valid=torch.tensor([s.invalid is None for s in samples], dtype=torch.float32),
+        greedy_rewards=torch.tensor([s.greedy_reward for s in samples], dtype=torch.float64),
+        reward_components=torch.tensor(components, dtype=torch.float64).reshape(
+            len(samples), len(keys)
+        ),
     )
     if per_turn:
         by_token = [reward for s in samples for reward in turn_rewards_by_token(s)]
         batch.turn_rewards = torch.tensor(by_token, dtype=torch.float64)
-    if batch.routed_experts is not None:
+    if routing is not None:
+        batch.routed_experts = routing.unknown(batch.num_tokens)
         for sample, start in zip(samples, batch.cu_seqlens.tolist(), strict=False):
             add_routed_experts(batch, sample, start)
-    if batch.support_ids is not None:
+    if support_width:
+        batch.support_ids = torch.full((batch.num_tokens, support_width), -1, dtype=torch.int32)
         add_support_ids(batch, samples)
     return batch
 
@@ -249,8 +252,8 @@ def assign_to_ranks(
         prefix_lens = torch.zeros_like(prefix_lens)
     train_ranks: dict[Ranks, Tensor] = {}
     for ranks, shares in roles.items():
-        train_ranks[ranks] = torch.full((len(table),), -1)
-        for mini in range(num_mini_batches):
+        train_ranks[ranks] = torch.full((len(table),), ranks[0])
+        for mini in range(num_mini_batches) if len(ranks) > 1 else ():
             members = (mini_batch_ids == mini).nonzero().flatten()
             prefixes = prefix_lens[members] if shares else torch.zeros_like(members)
             dealt = deal(place[members], table[members, 2], prefixes, len(ranks))

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.algo.advantages import estimator_of, reward_keys_of
-from spmdrl.algo.objectives import weighs_pairs
 from spmdrl.config import PpoConfig, support_width
 from spmdrl.data.packing import (
     BatchAssignment,
@@ -39,6 +37,7 @@ from spmdrl.training.batch_exchange import (
     send_assignment,
     send_batch,
     send_results,
+    span,
 )
 from spmdrl.training.collect import RolloutResult
 from spmdrl.training.credit import resample
@@ -47,7 +46,7 @@ from spmdrl.training.logs.metrics import sample_metrics
 from spmdrl.training.logs.sample_tokens import SampleRecorder, first_samples
 from spmdrl.training.online_preference import keep_pairs
 from spmdrl.training.roles import Roles, Trainer
-from spmdrl.types import Batch
+from spmdrl.types import Batch, Sample
 
 
 @dataclass
@@ -81,10 +80,40 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     rollout: what this rank sampled; None on ranks that do not sample. Returns None on ranks that
     do not train. Raises TooManyInvalid on every rank where too many samples have no reward.
     """
+    if roles.reply_images is not None:
+        roles.reply_images.replies.clear()  # of the step before
+    if roles.topology.world > 1:
+        found = exchange_batches(roles, rollout, step)
+        if found is None:
+            return None
+        assignment, batches, step_info = found
+    else:
+        assert rollout is not None
+        with roles.phases("balance", roles.sampling):
+            batch, assignment, step_info = assign_and_pack(roles, rollout, step)
+        with roles.phases("receive", roles.training):
+            number = assignment.num_mini_batches
+            ends = torch.bincount(assignment.mini_batch_ids, minlength=number).cumsum(0).tolist()
+            minis = [span(batch, *part) for part in zip([0, *ends[:-1]], ends, strict=True)]
+            batches = {roles.actor.ranks: minis}
+    if roles.adapter_routes is not None and roles.actor.here:
+        for batch in batches[roles.actor.ranks]:
+            batch.adapters = roles.adapter_routes.of(batch.prompts)
+    result = TrainBatches(assignment, batches, dict(step_info["metrics"]), step_info)
+    if roles.config.log_samples > 0 and roles.config.log_sample_tokens > 0:
+        result.recorder = recorder_of(roles.config, assignment)
+    return result
+
+
+Exchanged = tuple[BatchAssignment, dict[Ranks, list[Batch]], dict[str, Any]]
+
+
+def exchange_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> Exchanged | None:
+    """Returns the assignment, the mini-batches of this rank's roles and what the sampling ranks say
+    of the step; None on ranks that do not train. Collective over all ranks.
+    """
     post, sets, fields = roles.post, list(roles.trainer_ranks), fields_of_sets(roles)
     pictures = None if roles.reply_images is None else roles.reply_images.replies
-    if pictures is not None:
-        pictures.clear()  # of the step before
     assignment: BatchAssignment | None = None
     step_info: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
@@ -113,7 +142,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
                 (assignment, step_info), roles.training.control
             )
         assert assignment is not None
-        num_keys, routing = len(reward_keys_of(roles.config.algo)), roles.routing
+        num_keys, routing = len(roles.plan.reward_keys), roles.routing
         width = support_width(roles.config.rollout)
         batches = {
             ranks: receive_batch(
@@ -125,11 +154,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     for trainer in roles.trainers:  # ranks that help others with their sequences have none
         if trainer.here and trainer.ranks not in batches:
             batches[trainer.ranks] = empty_batches(roles, trainer, assignment.num_mini_batches)
-    if roles.adapter_routes is not None and roles.actor.here:
-        for batch in batches[roles.actor.ranks]:
-            batch.adapters = roles.adapter_routes.of(batch.prompts)
-    metrics, recorder = dict(step_info["metrics"]), recorder_of(roles.config, assignment)
-    return TrainBatches(assignment, batches, metrics, step_info, recorder)
+    return assignment, batches, step_info
 
 
 def fields_of_sets(roles: Roles) -> list[tuple[str, ...]]:
@@ -162,7 +187,7 @@ def empty_batches(roles: Roles, trainer: Trainer, num_mini_batches: int) -> list
     return [
         empty_batch(
             nothing,
-            len(reward_keys_of(roles.config.algo)),
+            len(roles.plan.reward_keys),
             per_turn=roles.config.rewards.per_turn and of_samples,
             routing=roles.routing if of_samples else None,
             reply_images=roles.reply_images is not None,
@@ -174,9 +199,8 @@ def empty_batches(roles: Roles, trainer: Trainer, num_mini_batches: int) -> list
 
 def recorder_of(config: PpoConfig, assignment: BatchAssignment) -> SampleRecorder:
     """Returns what keeps the updates' results of the samples that are written to samples/."""
-    count = config.log_samples if config.log_sample_tokens > 0 else 0
     steps = 1 + config.algo.replay_steps
-    return SampleRecorder(first_samples(assignment, count, steps, config.rollout.n))
+    return SampleRecorder(first_samples(assignment, config.log_samples, steps, config.rollout.n))
 
 
 def assign_and_pack(
@@ -187,60 +211,95 @@ def assign_and_pack(
     Returns its samples in the order in which they are sent to the actor, the assignment of all
     samples, and what the training ranks are told of the step. Collective over the sampling ranks.
     """
-    algo, sampling, per_turn = roles.config.algo, roles.sampling, roles.config.rewards.per_turn
-    width = support_width(roles.config.rollout)
+    config, sampling = roles.config, roles.sampling
+    metrics = rollout_metrics(roles, rollout)
+    samples = sorted(rollout.samples, key=lambda s: (s.group, s.index))
+    if roles.plan.weighs_pairs:
+        samples, of_pairs = keep_pairs(samples, config, sampling)
+        metrics |= of_pairs
+    if config.agent is not None:
+        samples = training_rows(samples, config.rollout.n)
+        samples.sort(key=lambda s: (s.group, s.index))
+    if roles.replay is not None:
+        batch, assignment, metrics["filter/kept"] = assign_replayed(roles, samples, step)
+    else:
+        # rows of agents have prompts of their own, of which nothing is known to be shared
+        shares = config.agent is None
+        found = [
+            (s.group, s.index, s.num_tokens, shares * len(s.prompt.token_ids)) for s in samples
+        ]
+        assignment = assigned(roles, torch.tensor(found).reshape(-1, 4))
+        # packed in the order in which it is sent: no copy on the way
+        mine = (assignment.sample_ranks == roles.post.rank).nonzero().flatten()
+        order = torch.searchsorted(
+            mine, packing_order(assignment, roles.actor.ranks, roles.post.rank)
+        )
+        batch = packed(roles, [samples[i] for i in order.tolist()])
+    ranks = roles.actor.ranks
+    metrics["balance/imbalance"] = float(assignment.num_seqs > 0)  # one rank's work is the mean
+    if len(ranks) > 1:
+        metrics["balance/imbalance"] = assignment.imbalance(ranks, roles.trainer_ranks[ranks])
+    return batch, assignment, {"metrics": metrics | rollout.metrics, **rollout.step_info}
+
+
+def rollout_metrics(roles: Roles, rollout: RolloutResult) -> dict[str, float]:
+    """Returns numbers about the samples of all ranks. Raises TooManyInvalid on every rank where too
+    many have no reward. Collective.
+    """
+    config, algo, sampling = roles.config, roles.config.algo, roles.sampling
     metrics = sample_metrics(
         [s for s in rollout.all_samples if not s.is_demonstration], sampling,
-        penalised=algo.overlong_buffer > 0, replies=has_replies(roles.config), per_turn=per_turn,
+        penalised=algo.overlong_buffer > 0, replies=has_replies(config),
+        per_turn=config.rewards.per_turn,
     )  # fmt: skip
     if algo.demonstrations:
         metrics |= demonstration_metrics(
-            rollout.all_samples, roles.config.rollout.n, rollout.num_sampled, sampling
+            rollout.all_samples, config.rollout.n, rollout.num_sampled, sampling
         )
-    check_invalid(rollout.all_samples, roles.config.rewards, sampling)
-    if estimator_of(algo).groups:
+    check_invalid(rollout.all_samples, config.rewards, sampling)
+    if roles.plan.estimator.groups:
         equal = rollout.num_equal / max(rollout.num_sampled, 1)
         metrics["reward/frac_reward_zero_std"] = equal  # TRL's name for it
     if algo.dynamic_sampling:
         metrics["dynamic_sampling/rounds"] = rollout.rounds
         metrics["dynamic_sampling/groups"] = rollout.num_groups
-    samples = sorted(rollout.samples, key=lambda s: (s.group, s.index))
-    if weighs_pairs(algo):
-        samples, of_pairs = keep_pairs(samples, roles.config, sampling)
-        metrics |= of_pairs
-    if roles.config.agent is not None:
-        samples = training_rows(samples, roles.config.rollout.n)
-        samples.sort(key=lambda s: (s.group, s.index))
-    batch = None
-    if roles.replay is not None:
-        new = pack_samples(samples, reward_keys_of(algo), per_turn, roles.routing, width)
-        batch, metrics["filter/kept"] = resample(
-            roles.replay.mix(new), roles.config, step, sampling
-        )
-        rows = torch.stack([batch.groups, batch.indices, batch.seq_lens, prompt_lens(batch)], dim=1)
-    else:
-        # rows of agents have prompts of their own, of which nothing is known to be shared
-        shares = roles.config.agent is None
-        found = [
-            (s.group, s.index, s.num_tokens, shares * len(s.prompt.token_ids)) for s in samples
-        ]
-        rows = torch.tensor(found).reshape(-1, 4)
+    return metrics
+
+
+def packed(roles: Roles, samples: list[Sample]) -> Batch:
+    """Returns one Batch of the samples, with the fields that the config asks for."""
+    config = roles.config
+    batch = pack_samples(
+        samples, roles.plan.reward_keys, config.rewards.per_turn, roles.routing,
+        support_width(config.rollout),
+    )  # fmt: skip
+    if roles.reply_images is not None and roles.replay is None:
+        roles.reply_images.mark(batch, samples)
+    return batch
+
+
+def assigned(roles: Roles, rows: Tensor) -> BatchAssignment:
+    """Assigns the sequences of all ranks. rows: (n, 4) of this rank's: group, index, tokens, tokens
+    of the prompt. Collective over the sampling ranks.
+    """
     makers = torch.full((len(rows), 1), roles.post.rank)
-    table = torch.cat(all_gather_rows(torch.cat([rows.long(), makers], dim=1), sampling))
-    assignment = assign_to_ranks(table, algo.mini_batches, roles.trainer_ranks)
-    metrics["balance/imbalance"] = assignment.imbalance(
-        roles.actor.ranks, roles.trainer_ranks[roles.actor.ranks]
-    )
-    if batch is None:  # packed in the order in which it is sent: no copy on the way
-        mine = (assignment.sample_ranks == roles.post.rank).nonzero().flatten()
-        order = torch.searchsorted(
-            mine, packing_order(assignment, roles.actor.ranks, roles.post.rank)
-        )
-        in_order = [samples[i] for i in order.tolist()]
-        batch = pack_samples(in_order, reward_keys_of(algo), per_turn, roles.routing, width)
-        if roles.reply_images is not None:
-            roles.reply_images.mark(batch, in_order)
-    return batch, assignment, {"metrics": metrics | rollout.metrics, **rollout.step_info}
+    table = torch.cat(all_gather_rows(torch.cat([rows.long(), makers], dim=1), roles.sampling))
+    return assign_to_ranks(table, roles.config.algo.mini_batches, roles.trainer_ranks)
+
+
+def assign_replayed(
+    roles: Roles, samples: list[Sample], step: int
+) -> tuple[Batch, BatchAssignment, float]:
+    """Does what `assign_and_pack` does with these samples and those of earlier steps, of which as
+    many as are new are drawn. Returns also how many different ones were drawn. Collective.
+    """
+    assert roles.replay is not None
+    mixed = roles.replay.mix(packed(roles, samples))
+    batch, kept = resample(mixed, roles.config, step, roles.sampling)
+    rows = torch.stack([batch.groups, batch.indices, batch.seq_lens, prompt_lens(batch)], dim=1)
+    assignment = assigned(roles, rows)
+    order = packing_order(assignment, roles.actor.ranks, roles.post.rank)
+    return reorder(batch, order, assignment), assignment, kept
 
 
 def reorder(batch: Batch, rows: Tensor, assignment: BatchAssignment) -> Batch:
