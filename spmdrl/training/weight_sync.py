@@ -98,6 +98,12 @@ class PushRound:
         return sum(numel(whole(w.shape)) for w in self.opaque) * itemsize + wide
 
 
+def tensors_at(places: list[ParamView], viewed_as: torch.dtype | None) -> list[Tensor]:
+    """Returns the engine's tensors at these places, viewed as another dtype of their size."""
+    tensors = [place.tensor() for place in places]
+    return tensors if viewed_as is None else [tensor.view(viewed_as) for tensor in tensors]
+
+
 class WeightSync:
     """The way of the actor's weights into the rollout engine, planned once and pushed often.
 
@@ -261,11 +267,10 @@ class WeightSync:
         plan = make_transfer_plan(
             dist.get_rank(), weights, regions, self.table, dtype.itemsize, self.slot_bytes
         )
-        fp8 = dtype == torch.uint8
+        viewed_as = dtype if dtype == torch.uint8 else None
         return Transfer(
-            plan, partial(self.shards, weights),
-            lambda: [p.tensor().view(dtype) if fp8 else p.tensor() for p in places],
-            dtype, self.topology.device, self.topology.group, scales=scales,
+            plan, partial(self.shards, weights), partial(tensors_at, places, viewed_as), dtype,
+            self.topology.device, self.topology.group, scales=scales,
             in_place=self.in_place and self.derived is None,
         )  # fmt: skip
 
@@ -338,7 +343,9 @@ class WeightSync:
         """Bytes that this rank sent."""
         if self.derived is not None:
             self.derived.compute(group.names)
-        moved = group.transfer.run() + self.push_fp8(group)
+        moved = group.transfer.run()
+        if group.fp8 is not None and group.scales is not None:
+            moved += self.push_fp8(group, group.fp8, group.scales)
         if group.float32 is not None:
             moved += group.float32.run()
         if group.opaque or group.float32_opaque:
@@ -354,13 +361,12 @@ class WeightSync:
         return moved
 
     @torch.no_grad()
-    def push_fp8(self, group: PushRound) -> int:
-        if group.fp8 is None or group.scales is None:
-            return 0
-        group.scales.agree(self.shards(group.weights), self.topology.group)
-        for place, scales in group.scale_places:
-            place.tensor().copy_(scales)
-        return group.fp8.run()
+    def push_fp8(self, group: PushRound, transfer: Transfer, scales: BlockScales) -> int:
+        """Bytes that this rank sent of what the engine keeps in FP8."""
+        scales.agree(self.shards(group.weights), self.topology.group)
+        for place, grid in group.scale_places:
+            place.tensor().copy_(grid)
+        return transfer.run()
 
     def check(self) -> int:
         """Proves bit by bit that the engine holds the actor's weights; returns how many."""

@@ -135,9 +135,19 @@ class Transfer:
         if lies != self.lies or not self.buckets:
             self.bind(shards, places)
             self.lies = lies
+        before = self.moved
+        if self.plan.block > 1 or any(bound.messages for bound in self.buckets):
+            self.exchange()
+        else:  # all that this rank has to do with stays on it
+            for bound, launches in zip(self.buckets, self.launches, strict=True):
+                launches.in_place(bound)
+        self.release()
+        return self.moved - before
+
+    def exchange(self) -> None:
+        """Sends and receives bucket by bucket, while the one before is unpacked."""
         for slot in self.slots:
             slot.untyped_storage().resize_(slot.nbytes)
-        before = self.moved
         underway: _Underway | None = None
         for number, bound in enumerate(self.buckets):
             following = self.start(bound, self.slots[number % SLOTS], self.launches[number])
@@ -146,8 +156,6 @@ class Transfer:
             underway = following
         if underway is not None:
             self.finish(underway)
-        self.release()
-        return self.moved - before
 
     def bind(self, shards: Held, places: list[Tensor]) -> None:
         """Makes the views of this rank's tensors and of the slots that the plan needs."""
