@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,3 +34,16 @@ def restart(average: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Non
     """Restarts the average from weights that were loaded from a checkpoint without one."""
     for name, tensor in average.items():
         local(tensor).copy_(local(weights[name]))
+
+
+def without_stored(state: dict[str, Any], stored: Collection[str]) -> str:
+    """Takes the average out of the state that is to be loaded, where the checkpoint has none.
+
+    stored: the keys of the checkpoint. Returns what becomes of an average that only one of them
+    has; "" where both or neither have one.
+    """
+    has_average = any(key.startswith("ema.") for key in stored)
+    if "ema" in state and not has_average:
+        del state["ema"]
+        return "starts from its weights: it has none"
+    return "is dropped: ema is 0" if has_average and "ema" not in state else ""

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
-from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
+from spmdrl.config import TrainConfig, checkpointing_of
 from spmdrl.data.images import BatchImages
 from spmdrl.data.shared_prefix import Unit
 from spmdrl.distributed.progress import PROGRESS
@@ -47,10 +47,12 @@ from spmdrl.engines.fsdp.sharded_loading import (
     allocate,
     drop_data,
     open_model,
+    require_written_by_fsdp,
     scatter_weights,
 )
 from spmdrl.engines.fsdp.sharding import (
     all_passes,
+    clip_gradients,
     divides_experts,
     gathers_once,
     layers_resharded,
@@ -119,7 +121,9 @@ class FsdpEngine:
         self.config, self.topology, self.team = config, topology, SequenceParallelGroup.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
         hf, files = open_model(kind, model, topology, load_weights)
-        self.aux_loss = RouterAuxLoss(hf, 0.0 if frozen else config.router_aux_loss_coef, self.team)
+        self.aux_loss: RouterAuxLoss | None = None
+        if config.router_aux_loss_coef > 0 and not frozen:
+            self.aux_loss = RouterAuxLoss(hf, config.router_aux_loss_coef, self.team)
         layers.use_layers(hf, config, topology.device, strict)
         replays = kind == "policy" and not frozen and config.router_replay is not None
         self.routers = Routers(hf) if replays else None
@@ -179,8 +183,11 @@ class FsdpEngine:
         self.loss_scale = 1.0  # by what losses are multiplied, so that gradients are their sum
         if frozen:
             self.module.requires_grad_(False)
-        else:
-            self._start_training(hidden)
+            return
+        if self.adapters is not None:
+            self.adapters.start(self.module, topology)
+        self.optimizer = build_optimizer(self.trained, config.optim, hidden, DTYPES[config.dtype])
+        self.average = ema.start(self.trained) if config.ema else {}
 
     @classmethod
     def of_host(cls, host: HostedPolicy, config: TrainConfig, topology: Topology) -> FsdpEngine:
@@ -196,19 +203,11 @@ class FsdpEngine:
         engine.shares_prefixes = shares_prefixes(config, False, host.hf.config)
         # sharding is the program's: what it gathers when is not changed here
         engine.gathers_once = engine.keeps_gathered = engine.in_pairs = False
-        engine.offloaded, engine.aux_loss = nullcontext(), RouterAuxLoss(host.hf, 0.0, None)
+        engine.offloaded, engine.aux_loss = nullcontext(), None
         engine.driven, engine.loss_scale, engine.tokens = host.driven, host.loss_scale, None
         engine.trained, engine.optimizer = host.trained, host.optimizer
         engine.average, engine.num_updates, engine.copies = {}, 0, None
         return engine
-
-    def _start_training(self, hidden: Any) -> None:
-        """hidden: as hidden_matrices gives it."""
-        config = self.config
-        if self.adapters is not None:
-            self.adapters.start(self.module, self.topology)
-        self.optimizer = build_optimizer(self.trained, config.optim, hidden, DTYPES[config.dtype])
-        self.average = ema.start(self.trained) if config.ema else {}
 
     # ---- passes without gradient
 
@@ -260,19 +259,28 @@ class FsdpEngine:
     ) -> dict[str, float]:
         assert self.optimizer is not None, "a frozen engine is not trained"
         group = self.topology.group
-        num_tokens = loss_tokens(batch, self.tokens)
+        num_tokens = batch.loss_mask.sum(dtype=torch.float64)[None]
+        if self.tokens is not None:  # of each adapter
+            num_tokens = loss_tokens(batch, self.tokens)
         dist.all_reduce(num_tokens, group=group)
         count = float(num_tokens.sum())
         if count == 0:
             return {}
         parts = self.micro_batches(batch)
         self.optimizer.zero_grad()  # of an update that an exception has ended
-        balancing = self.aux_loss.over(batch, group)
+        balancing = nullcontext() if self.aux_loss is None else self.aux_loss.over(batch, group)
         with self.driven(), all_passes(self.module, self.gathers_once), balancing:
             sums = self.backward(parts, loss_fn, temperature, images)
-        most, topology = self.config.optim.clip_norm, self.topology
-        grad_norm, norms = clip_each(self.trained, self.tokens, num_tokens, most, topology)
-        totals = reduce_metrics(counted_once(sums, self.team) | self.aux_loss.sums(), group)
+        most, norms = self.config.optim.clip_norm, dict[str, float]()
+        if self.tokens is None:
+            grad_norm = clip_gradients(self.params, most, self.topology)
+        else:
+            grad_norm, norms = clip_each(self.trained, self.tokens, num_tokens, most, self.topology)
+        if self.team is not None:
+            sums = counted_once(sums, self.team)
+        if self.aux_loss is not None:
+            sums |= self.aux_loss.sums()
+        totals = reduce_metrics(sums, group)
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):
             self.optimizer.zero_grad()
             raise FloatingPointError(
@@ -288,7 +296,8 @@ class FsdpEngine:
         if self.tokens is not None:
             self.tokens.count_updates(num_tokens)
         result = norms | {"loss": totals.pop("loss_sum"), "grad_norm": float(grad_norm), "lr": lr}
-        result |= self.aux_loss.metrics(totals)
+        if self.aux_loss is not None:
+            result |= self.aux_loss.metrics(totals)
         for name, total in totals.items():
             result[name] = total if name.endswith("_max") else total / count
         return result
@@ -303,7 +312,8 @@ class FsdpEngine:
         for i, mb in enumerate(PROGRESS.each(parts, "micro-batches")):
             set_replica_sync(self.module, i == len(parts) - 1, self.gathers_once)
             inputs = self._inputs(mb)
-            with self._replaying(inputs), self.aux_loss.of(mb, inputs):
+            balancing = nullcontext() if self.aux_loss is None else self.aux_loss.of(mb, inputs)
+            with self._replaying(inputs), balancing:
                 with self.offloaded:
                     if isinstance(self.module, TokenPolicy):
                         found = self._policy(inputs, images, temperature, teacher=True)
@@ -326,19 +336,18 @@ class FsdpEngine:
         teacher: with the log-probabilities of the teacher's ids, where the batch has any.
         """
         mb, mine, packing = inputs
+        scene = None if images is None else image_inputs(inputs, images, self.team)
         found = self.module(
             mine.token_ids, mine.positions, packing, mine.states, mine.targets,
-            temperature, pi_squared, image_inputs(inputs, images, self.team),
-            top_k, mine.teacher_ids if teacher else None, mine.support_ids,
+            temperature, pi_squared, scene, top_k, mine.teacher_ids if teacher else None,
+            mine.support_ids,
         )  # fmt: skip
         return tuple(whole(part, mine.rows, mb, self.team) for part in found)
 
     def _value(self, inputs: ModelInputs, images: BatchImages | None) -> Tensor:
         mb, mine, packing = inputs
-        values = self.module(
-            mine.token_ids, mine.positions, packing, mine.states,
-            image_inputs(inputs, images, self.team),
-        )  # fmt: skip
+        scene = None if images is None else image_inputs(inputs, images, self.team)
+        values = self.module(mine.token_ids, mine.positions, packing, mine.states, scene)
         return whole(values, mine.rows, mb, self.team)
 
     def _replaying(self, inputs: ModelInputs) -> AbstractContextManager[None]:
@@ -359,7 +368,7 @@ class FsdpEngine:
 
     def micro_batches(self, own: Batch) -> list[MicroBatch]:
         """Cuts this rank's part of a mini-batch. Collective."""
-        batch = shared(own, self.team, self.topology.device)
+        batch = own if self.team is None else shared(own, self.team, self.topology.device)
         budget = self.config.micro_batch_tokens * self.config.ulysses
         units: list[Unit] | None = None
         if self.in_pairs:
@@ -447,23 +456,16 @@ class FsdpEngine:
         return {BASE_FILE: self.adapters.note()}
 
     def load(self, folder: Path) -> None:
-        if Path(folder, "metadata.json").exists():
-            raise ConfigError(
-                f"{folder} was written by engine megatron. Export it (python -m spmdrl.export) and "
-                "start a run from that model, or resume with the engine that wrote it"
-            )
+        require_written_by_fsdp(folder)
         check_base(self.adapters, folder, self.topology)
         state = self.state_dict()
         reader = ShardReader(str(folder), wanted_parts(state), self.topology.rank)
         stored = reader.read_metadata().state_dict_metadata
         if self.optimizer is not None:
             check_same_optimizer(folder, stored, self.optimizer)
-        has_average = any(key.startswith("ema.") for key in stored)
-        if self.average and not has_average:
-            del state["ema"]
-        if bool(self.average) != has_average and self.topology.rank == 0:
-            what = "is dropped: ema is 0" if has_average else "starts from its weights: it has none"
-            logger.warning("%s: the moving average %s", folder, what)
+        difference = ema.without_stored(state, stored)
+        if difference and self.topology.rank == 0:
+            logger.warning("%s: the moving average %s", folder, difference)
         load_parts(state, reader, self.topology)
         self.load_state_dict(state)
 
@@ -474,8 +476,7 @@ class FsdpEngine:
         """
         model: dict[str, Any] = get_model_state_dict(self.module)
         if self.adapters is not None:
-            trained = {n for n, p in self.module.named_parameters() if p.requires_grad}
-            model = {name: tensor for name, tensor in model.items() if name in trained}
+            model = {name: tensor for name, tensor in model.items() if name in self.trained}
         state: dict[str, Any] = {"model": model}
         if self.optimizer is not None:
             state["moments"] = self.optimizer.state_dict()

@@ -19,13 +19,11 @@ class ModelInputs(NamedTuple):
 
 
 def image_inputs(
-    inputs: ModelInputs, images: BatchImages | None, team: SequenceParallelGroup | None
-) -> ImageInputs | None:
+    inputs: ModelInputs, images: BatchImages, team: SequenceParallelGroup | None
+) -> ImageInputs:
     """Returns the images of a micro-batch, for those of its tokens that this rank has: the ranks of
     a team all pass the tower with all images, and each uses its own tokens' vectors.
     """
-    if images is None:
-        return None
     if team is not None:
         images.share_replies(inputs.batch, team.group, inputs.batch.token_ids.device)
     scene, count = images.scene(inputs.batch), len(inputs.mine.token_ids)

@@ -240,7 +240,7 @@ class AddAuxGradient(torch.autograd.Function):
 
 
 class RouterAuxLoss:
-    """The loss of the routers of one model. Without a coefficient nothing is changed or computed.
+    """The loss of the routers of one model.
 
     It counts in the updates of an engine alone: within `over`, around each micro-batch's forward
     and backward pass within `of`.
@@ -256,7 +256,7 @@ class RouterAuxLoss:
         self.seqs: MicroBatchSequences | None = None  # None outside of a micro-batch
         self.values: dict[int, Tensor] = {}  # by layer, of this rank's tokens of the micro-batch
         self.totals: list[Tensor] = []  # of the micro-batches, the layers' mean
-        for layer, (router, output) in enumerate(routers_of(hf) if coef else ()):
+        for layer, (router, output) in enumerate(routers_of(hf)):
             router.register_forward_hook(partial(self.after_router, layer, output))
             self.num_layers += 1
 
@@ -265,9 +265,6 @@ class RouterAuxLoss:
         """Around the passes of an update. batch: this rank's part of the mini-batch, on the CPU.
         Collective.
         """
-        if not self.coef:
-            yield
-            return
         count = is_trained(batch).sum(dtype=torch.float64)
         dist.all_reduce(count, group=group)
         self.num_seqs, self.totals = float(count), []
@@ -311,8 +308,8 @@ class RouterAuxLoss:
 
     def sums(self) -> dict[str, Tensor]:
         """Returns what this rank adds to the metric of the update that has ended, by its name."""
-        return {"router_aux_loss": torch.stack(self.totals).sum()} if self.coef else {}
+        return {"router_aux_loss": torch.stack(self.totals).sum()}
 
     def metrics(self, totals: dict[str, float]) -> dict[str, float]:
         """Takes the metric out of the sums over all ranks."""
-        return {"router_aux_loss": totals.pop("router_aux_loss")} if self.coef else {}
+        return {"router_aux_loss": totals.pop("router_aux_loss")}

@@ -11,6 +11,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -280,3 +281,12 @@ def product(a: int, b: int) -> int:
             result ^= b
         b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
     return result
+
+
+def require_written_by_fsdp(folder: Path) -> None:
+    """Raises ConfigError for the folder of a checkpoint that engine megatron has written."""
+    if Path(folder, "metadata.json").exists():
+        raise ConfigError(
+            f"{folder} was written by engine megatron. Export it (python -m spmdrl.export) and "
+            "start a run from that model, or resume with the engine that wrote it"
+        )

@@ -126,10 +126,8 @@ class AdapterTokens:
                     state[weight]["step"].fill_(number)
 
 
-def loss_tokens(batch: Batch, tokens: AdapterTokens | None) -> Tensor:
-    """Counts a batch's unmasked tokens: (1,) float64, or (num_adapters,) those of each."""
-    if tokens is None:
-        return batch.loss_mask.sum(dtype=torch.float64)[None]
+def loss_tokens(batch: Batch, tokens: AdapterTokens) -> Tensor:
+    """Counts a batch's unmasked tokens of each adapter: (num_adapters,) float64."""
     assert batch.adapters is not None
     of = torch.repeat_interleave(batch.adapters, batch.seq_lens)
     counts = torch.zeros(len(tokens.names), dtype=torch.float64)
@@ -137,18 +135,15 @@ def loss_tokens(batch: Batch, tokens: AdapterTokens | None) -> Tensor:
 
 
 def clip_each(
-    trained: Mapping[str, Tensor], tokens: AdapterTokens | None, counts: Tensor, most: float,
+    trained: Mapping[str, Tensor], tokens: AdapterTokens, counts: Tensor, most: float,
     topology: Topology,
 ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
     """Clips the gradients of each adapter to a norm over its own, so that none takes from the step
     of another; one without tokens loses its gradients, which the optimizer then passes over.
-    Without several adapters there is one norm, over all that is trained.
 
     trained: parameters by name. counts: of loss_tokens, over all ranks. Returns the norm over all
     gradients before, and metrics of each adapter. Collective.
     """
-    if tokens is None:
-        return clip_gradients([*trained.values()], most, topology), {}
     squares, metrics = torch.zeros((), device=topology.device), dict[str, float]()
     for name, count in zip(tokens.names, counts.tolist(), strict=True):
         own = tokens.weights_of(name, trained)

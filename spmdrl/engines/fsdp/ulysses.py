@@ -121,16 +121,16 @@ def whole(found: Tensor, rows: Tensor, mb: Batch, team: SequenceParallelGroup | 
     return values if team is None else SumForward.apply(values, team.group)
 
 
-def shared(batch: Batch, team: SequenceParallelGroup | None, device: torch.device) -> Batch:
+def shared(batch: Batch, team: SequenceParallelGroup, device: torch.device) -> Batch:
     """Returns what the first rank of the team was given, on all of its ranks. Collective over the
     team.
     """
-    return batch if team is None else broadcast_batch(batch, team.group, 0, device)
+    return broadcast_batch(batch, team.group, 0, device)
 
 
-def counted_once(sums: dict[str, Tensor], team: SequenceParallelGroup | None) -> dict[str, Tensor]:
+def counted_once(sums: dict[str, Tensor], team: SequenceParallelGroup) -> dict[str, Tensor]:
     """Metric sums of one rank, to be added up over all ranks: 0 on all but one of a team."""
-    if team is None or team.rank == 0:
+    if team.rank == 0:
         return sums
     return {n: s if n.endswith("_max") else torch.zeros_like(s) for n, s in sums.items()}
 
