@@ -153,20 +153,19 @@ class Answer:
             self.num_routed = end
 
     def completion(self) -> Completion:
+        width = self.params.support_width
         return Completion(
             self.token_ids, self.logprobs, self.finish_reason or "abort", self.versions,
             list(self.request.replies),
             np.concatenate(self.routed_experts) if self.routed_experts else None,
-            support_rows(self.supports, self.params.support_width),
+            support_rows(self.supports, width) if width else None,
         )  # fmt: skip
 
 
-def support_rows(supports: Sequence[np.ndarray], width: int) -> np.ndarray | None:
-    """Completion.support_ids of as many tokens; None for width 0. supports: the ids of each token,
-    which may have -1 behind them.
+def support_rows(supports: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """Completion.support_ids of as many tokens. supports: the ids of each token, which may have -1
+    behind them.
     """
-    if width == 0:
-        return None
     rows = np.full((len(supports), width), -1, np.int32)
     for row, ids in zip(rows, supports, strict=True):
         if len(ids) <= width:

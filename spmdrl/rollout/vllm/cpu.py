@@ -236,7 +236,8 @@ class AddressedNoise:
         """
         logits = compat.mask_top_k_top_p(logits, top_k, top_p)
         logprobs = self.log_softmax(logits.float())
-        self.note_supports(logprobs)
+        if self.supports:
+            self.note_supports(logprobs)
         tokens = compat.gumbel_argmax(logits, mix(self.addresses() + self.num_drafted))
         return tokens, logprobs
 

@@ -109,7 +109,7 @@ class VllmEngine:
                         load_weights, return_routed_experts, frozen,
                     )  # fmt: skip
             self.expert_layers = self.find_expert_layers() if return_routed_experts else []
-            vllm_latent.mark_absorbed(self.model)
+            self.has_latent = vllm_latent.mark_absorbed(self.model)
             if self.on_cpu:
                 vllm_cpu.gather_only_sampled(self.runner)
                 self.noise = vllm_cpu.AddressedNoise(self.runner)
@@ -219,7 +219,9 @@ class VllmEngine:
             new = output.new_token_ids
             if output.finish_reason is not None:
                 answer.finish_reason = str(output.finish_reason)
-            kept = self.tokens_to_stop(id, new, answer.finish_reason == "stop")
+            kept = None
+            if id in self.detokenizers:
+                kept = self.tokens_to_stop(id, new, answer.finish_reason == "stop")
             if kept is not None:
                 new, answer.finish_reason = new[:kept], "stop"
                 if not output.finished:
@@ -240,8 +242,6 @@ class VllmEngine:
         """Returns how many of a request's new tokens there are up to the end of a stop string; None
         where none is complete. by_token: the last of them is a stop token.
         """
-        if id not in self.detokenizers:
-            return None
         for i, token in enumerate(new, start=1):
             last = by_token and i == len(new)
             if self.detokenizers[id].update([token], stop_terminated=last):
@@ -419,7 +419,8 @@ class VllmEngine:
     def finish_load(self) -> None:
         if self.on_cpu:
             vllm_cpu.repack_experts(self.model)
-        vllm_latent.renew_absorbed(self.model, self.dtype)
+        if self.has_latent:
+            vllm_latent.renew_absorbed(self.model, self.dtype)
         self.forget_prefixes()
         self.core.reset_encoder_cache()
 

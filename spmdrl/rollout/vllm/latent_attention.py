@@ -32,11 +32,15 @@ def latent_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def mark_absorbed(model: nn.Module) -> None:
-    """Marks the parameters that vLLM has made of others: no trainer has them."""
-    for _, layer in latent_layers(model):
+def mark_absorbed(model: nn.Module) -> bool:
+    """Marks the parameters that vLLM has made of others: no trainer has them. Returns whether the
+    model has layers of latent attention.
+    """
+    layers = [layer for _, layer in latent_layers(model)]
+    for layer in layers:
         for name in compat.absorbed_weights(layer):
             getattr(layer, name).is_absorbed = True
+    return bool(layers)
 
 
 def renew_absorbed(model: nn.Module, dtype: torch.dtype) -> None:
