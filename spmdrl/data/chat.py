@@ -113,7 +113,15 @@ class Encoder:
         in_strings(chat, strings.append)
         if not any(self.escapes(text, field) for text in strings):
             return chat, {}
-        control, everything = self.control, "".join(strings)
+        return self.with_marks(chat, "".join(strings))
+
+    def with_marks(
+        self, chat: list[dict[str, Any]], everything: str
+    ) -> tuple[list[dict[str, Any]], dict[int, str]]:
+        """Does what `marked` does with a chat that has names of control tokens. everything: all
+        that is written in it.
+        """
+        control = self.control
         assert control is not None
         free = (chr(c) for c in range(FIRST_MARK, 0x10FFFE) if chr(c) not in everything)
         marks = dict(zip(sorted(set(control.findall(everything))), free, strict=False))

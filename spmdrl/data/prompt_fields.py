@@ -70,9 +70,9 @@ def prompt_fields(
     A ground truth may be missing: some rewards ask for none. path: of the file. sees: whether the
     model sees images.
     """
-    images: tuple[Visual, ...] = pictures_of(row.get("images"), path.parent)
-    refuse_single(row, images)
-    images += videos_of(row.get(config.video_key), path.parent, config.video_key)
+    images: tuple[Visual, ...] = ()
+    if any(row.get(key) is not None for key in ("images", "image", config.video_key)):
+        images = visuals_of(row, path.parent, config.video_key)
     prompt_key = prompt_key_of(row, config)
     prompt = lookup(row, prompt_key)
     if prompt is MISSING:
@@ -91,6 +91,13 @@ def prompt_fields(
     extra_info = extra_info_of(row)
     chat = prompt if isinstance(prompt, str) else [without_nulls(turn) for turn in prompt]
     return PromptFields(chat, data_source, ground_truth, extra_info, images)
+
+
+def visuals_of(row: dict[str, Any], folder: Path, video_key: str) -> tuple[Visual, ...]:
+    """Returns the images of a row, then its videos. folder: of the file. Raises BadRow."""
+    images: tuple[Visual, ...] = pictures_of(row.get("images"), folder)
+    refuse_single(row, images)
+    return images + videos_of(row.get(video_key), folder, video_key)
 
 
 def prompt_key_of(row: dict[str, Any], config: DataConfig) -> str:
@@ -205,9 +212,17 @@ def encode(
     order of their tokens. limit: the field that the encoder's limit is from. Raises BadRow,
     ConfigError.
     """
-    shown = fields.images
-    if not shown and not fields.has_parts:
+    if not fields.images and not fields.has_parts:
         return encoder.prompt(fields.prompt), ()
+    return encode_shown(fields, encoder, config, vision, limit)
+
+
+def encode_shown(
+    fields: PromptFields, encoder: Encoder, config: DataConfig, vision: ImageProcessor | None,
+    limit: str,
+) -> tuple[Encoded, tuple[Visual, ...]]:  # fmt: skip
+    """Does what `encode` does for a prompt with images or videos."""
+    shown = fields.images
     if vision is None:
         raise sees_none(shown)
     if isinstance(fields.prompt, str):

@@ -93,12 +93,14 @@ class PromptSampler:
     def take(self, count: int, step: int) -> list[int]:
         """Returns `count` different places of the data set. A step may ask several times."""
         event = self.events.setdefault(step, {"drawn": [], "answers": []})
-        self.settle(step)
+        if self.stats is not None:
+            self.settle(step)
         if walks_in_order(self.config):
             picked = self.order.take(count)
         else:
             picked = self.draw(count, step, len(event["drawn"]))
-        self.mark(picked)
+        if self.stats is not None:
+            self.mark(picked)
         event["drawn"].append(picked)
         event["order"] = self.order.state_dict()
         return picked
@@ -207,17 +209,16 @@ class PromptSampler:
 
     def settle(self, step: int) -> None:
         """Counts the answers that a draw of this step knows."""
-        if self.stats is None:
-            return
+        assert self.stats is not None
         for number, answers in self.queue:
             if number < step - self.lag:
                 self.stats.count(answers, number)
         self.queue = [entry for entry in self.queue if entry[0] >= step - self.lag]
 
     def mark(self, picked: list[int]) -> None:
-        if self.stats is not None:
-            self.stats.asked[picked] += 1
-            self.stats.waiting[picked] = True
+        assert self.stats is not None
+        self.stats.asked[picked] += 1
+        self.stats.waiting[picked] = True
 
     def draw(self, count: int, step: int, sampling_round: int) -> list[int]:
         """Draws the prompts of a round of a step."""

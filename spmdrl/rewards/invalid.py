@@ -34,14 +34,14 @@ class InvalidWatch:
         self.num_samples, nonce = told.tolist()
         self.store = dist.PrefixStore(f"invalid/{nonce}", default_store())
 
-    def scored(self, sample: Sample) -> None:
-        """Raises TooManyInvalid as soon as over max_invalid_fraction of all samples are bad."""
-        if sample.invalid is None:
-            return
+    def failed(self, sample: Sample, invalid: str) -> None:
+        """Counts a sample that has no reward; invalid: why. Raises TooManyInvalid as soon as over
+        max_invalid_fraction of all samples are bad.
+        """
         count = self.store.add("samples", 1)
-        reason = sample.invalid.strip().splitlines()[-1:]
+        reason = invalid.strip().splitlines()[-1:]
         first = f"prompt {sample.prompt.id}: {''.join(reason)}"
-        late = sample.invalid.startswith("timed out")
+        late = invalid.startswith("timed out")
         if late and (number := self.store.add("late", 1)) <= MOST_LOGGED:
             # not a warning, which ranks other than 0 do not show
             logger.error("a reward timed out (rewards.timeout_s=%g), number %d of this scoring, %s",

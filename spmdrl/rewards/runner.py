@@ -16,10 +16,11 @@ from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig, RewardFn, SandboxConfig
 from spmdrl.data.visuals import Video
@@ -170,8 +171,10 @@ class RewardRunner:
                 scored(sample)
         for call in as_completed(begun.calls):
             reward, sample = begun.calls[call]
-            outcome = with_turns(call.result(), sample.num_turns, self.per_turn)
-            if innermost(reward.function) in LATE_IS_WRONG and is_late(outcome):
+            outcome = call.result()
+            if self.per_turn or outcome.turns is not None:
+                outcome = with_turns(outcome, sample.num_turns, self.per_turn)
+            if is_late(outcome) and innermost(reward.function) in LATE_IS_WRONG:
                 outcome = RewardResult(0.0, {"not_compared": 1.0}, None, "")
             sample.reward, sample.invalid = outcome.reward, outcome.invalid
             sample.reward_info, sample.pred = outcome.info, outcome.pred
@@ -196,7 +199,7 @@ def with_turns(outcome: RewardResult, num_turns: int, per_turn: bool) -> RewardR
     if outcome.invalid is not None:
         return outcome
     if not per_turn:
-        return outcome if outcome.turns is None else RewardResult.failed(
+        return RewardResult.failed(
             "the reward function returned 'turns', and rewards.per_turn is False: set it to True, "
             "or give that entry another name"
         )  # fmt: skip
@@ -335,8 +338,17 @@ def check_invalid(samples: list[Sample], config: RewardConfig, topology: Topolog
     counts[topology.rank] = torch.tensor([len(invalid), len(samples)])
     dist.all_reduce(counts, group=topology.group)
     num_invalid, num_samples = counts.sum(dim=0).tolist()
-    if num_invalid <= config.max_invalid_fraction * num_samples:
-        return
+    if num_invalid > config.max_invalid_fraction * num_samples:
+        raise_too_many(invalid, counts, config, topology)
+
+
+def raise_too_many(
+    invalid: list[Sample], counts: Tensor, config: RewardConfig, topology: Topology
+) -> NoReturn:
+    """Raises the error of `check_invalid`. invalid: this rank's; counts: (ranks, 2) int64, of the
+    invalid samples and of all. Collective.
+    """
+    num_invalid, num_samples = counts.sum(dim=0).tolist()
     quoted = int(counts[:, 0].nonzero()[0])
     first = None
     if topology.rank == quoted:

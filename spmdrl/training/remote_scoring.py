@@ -90,7 +90,8 @@ def finish_scoring(begun: Scoring, rewards: RewardRunner, by: ScoringContext) ->
         num_scored += 1
         PROGRESS.count(num_scored, len(begun.samples), what)
         by.phases.still_going()  # slow rewards are no hang
-        watch.scored(sample)
+        if sample.invalid is not None:
+            watch.failed(sample, sample.invalid)
 
     rewards.finish(begun, scored)
 

@@ -146,7 +146,7 @@ def generate_and_score(run: RlRun, step: int) -> RolloutResult:
     what came of them.
     """
     roles, source = run.roles, PromptSource(run.take, run.prompts.by_id, run.order.hear)
-    if can_overlap(roles):
+    if run.config.async_steps > 0 and can_overlap(roles):
         rollout, run.next_requests = collect_overlapping(
             roles, source, step, run.next_requests, asks_next=not ends_here(run, step)
         )
@@ -155,7 +155,8 @@ def generate_and_score(run: RlRun, step: int) -> RolloutResult:
     rollout.metrics = run.order.metrics(step)
     rollout.step_info = {"order": run.order.event(step)}
     run.samples = rollout.all_samples
-    show_samples(run, f"step_{step}", rollout.all_samples)
+    if run.config.log_samples > 0:
+        show_samples(run, f"step_{step}", rollout.all_samples)
     if run.keeper is not None:
         with roles.phases("log samples", roles.sampling):
             run.keeper.keep(step, rollout)
@@ -186,8 +187,8 @@ def held_out_metrics(run: RlRun, step: int, log: RunLog) -> dict[str, float]:
     roles = run.roles
     metrics: dict[str, float] = {}
     if roles.sampling.here:
-        show = partial(show_samples, run, f"eval_{step}")
-        metrics = evaluate(roles, run.held_out, step, show)
+        show = (partial(show_samples, run, f"eval_{step}"),) if run.config.log_samples > 0 else ()
+        metrics = evaluate(roles, run.held_out, step, *show)
     # the rank that logs may not sample
     with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
         metrics = broadcast_object(metrics, roles.topology.control, roles.sampling.ranks[0])
@@ -198,8 +199,6 @@ def held_out_metrics(run: RlRun, step: int, log: RunLog) -> dict[str, float]:
 def show_samples(run: RlRun, name: str, samples: list[Sample]) -> None:
     """Writes some samples to samples/<name>.jsonl. Collective over the ranks that sample."""
     config = run.config
-    if config.log_samples == 0:
-        return
     path = Path(run.runtime.run_dir, "samples", f"{name}.jsonl")
     detail = SampleDetail(
         replies=has_replies(config),
