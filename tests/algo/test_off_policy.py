@@ -64,7 +64,7 @@ def test_the_mask_is_beside_the_weights_and_spares_the_kl(correction):
     algo = AlgoConfig(kl_coef=0.1, entropy_coef=0.2, correction=correction)
     with_mask = replace(algo, off_policy_mask_threshold=THRESHOLD)
     loss, sums = policy_objective(with_mask)(new, entropy, batch)
-    near, _ = objectives.near_policy(new.detach(), batch, with_mask)
+    near = objectives.near_policy(new.detach(), batch, THRESHOLD)
     assert 0 < float((1 - near).sum()) < float(batch.loss_mask.sum())
     other = replace(batch, advantages=batch.advantages * near)
     want, plain = policy_objective(algo)(new, entropy, other)

@@ -172,8 +172,9 @@ def test_groups_are_unequal_by_the_number_that_is_asked_for(engine: HfEngine) ->
     def kept(**algo: Any) -> list[float]:
         config = replace(CONFIG, algo=AlgoConfig(dynamic_sampling=2, **algo))
         roles: Any = SimpleNamespace(
-            config=config, sampling=engine.topology, phases=lambda *_: nullcontext()
-        )
+            config=config, plan=AlgoPlan.of(config.algo), sampling=engine.topology,
+            phases=lambda *_: nullcontext(),
+        )  # fmt: skip
         result = RolloutResult([], 0, [])
         keep_groups(result, [replace(s) for s in found], 3, roles)
         return [s.reward for s in result.samples if s.index == 1]

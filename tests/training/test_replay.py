@@ -222,7 +222,7 @@ def test_the_gradient_of_a_token_is_that_of_the_loss(tmp_path):
     torch.testing.assert_close(torch.tensor([row["ratio"] for row in rows]), ratio)
     assert token_table.token_table(roles, [batch], recorder, (3, 0), (0.0, 0.0)) is None
     taught = dataclasses.replace(config.algo, distillation=DistillationConfig())
-    roles.set_config(dataclasses.replace(config, algo=taught))  # whose divergence comes on top
+    roles.config = dataclasses.replace(config, algo=taught)  # whose divergence comes on top
     assert token_table.token_table(roles, [batch], recorder, (2, 1), (0.0, 0.0)) == tables[0]
 
 
