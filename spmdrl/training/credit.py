@@ -126,7 +126,7 @@ def add_advantages(
     if algo.reward_clip is not None:
         whole = replace(whole, rewards=whole.rewards.clamp(*algo.reward_clip))
     kl = process = torch.zeros_like(whole.loss_mask)
-    in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
+    in_reward = algo.kl_coef != 0 and algo.kl_in == "reward"
     if in_reward:
         kl = kl_penalty(whole, algo)
     if whole.prm_logprobs is not None:
