@@ -254,7 +254,7 @@ class StackedGateUp:
 
 @dataclass(frozen=True)
 class StackedColumns:
-    """One expert's columns, cut over the tensor ranks, of a tensor that has those of all experts."""
+    """One expert's columns of a tensor that has those of all experts; cut over the tensor ranks."""
 
     name: str
 

@@ -180,8 +180,8 @@ class Deepstack:
 def add_vectors(
     number: int, layer: Any, args: Any, kwargs: dict[str, Any], out: tuple[Tensor, Any]
 ) -> tuple[Tensor, Any] | None:
-    """A hook behind a layer of the first stage. The micro-batch's attention parameters bring what is
-    added: a layer that is computed again for its gradient is given those of its own micro-batch.
+    """A hook behind a layer of the first stage. The micro-batch's attention parameters have what
+    is added, so that a layer that is computed again for its gradient adds what it has added before.
     """
     added = getattr(kwargs["packed_seq_params"], "deepstack", None)
     if added is None:
