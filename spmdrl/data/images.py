@@ -420,15 +420,9 @@ class BatchImages:
         starts, lens = batch.cu_seqlens.tolist(), batch.seq_lens.tolist()
         views = self.views(batch)
         is_image = torch.zeros(batch.num_tokens, dtype=torch.bool)
-        blocks = torch.full((batch.num_tokens,), -1)
-        number = 0
         for start, length, view in zip(starts, lens, views, strict=False):
             known = min(len(view.is_image), length)
             is_image[start : start + known] = view.is_image[:known]
-            for first, count in view.spans:
-                blocks[start + first : start + first + count] = number
-                number += 1
-        blocks[~is_image] = -1
         device = batch.token_ids.device
         is_image = is_image.to(device)
         videos = self.vision.videos
@@ -437,14 +431,30 @@ class BatchImages:
         )
         if not torch.isin(batch.token_ids[is_image], torch.tensor(marks, device=device)).all():
             raise ValueError("a sequence and the data of its prompt disagree about images")
-        pixels = together([p for view in views for p in view.pixels] or [self.vision.nothing])
-        kind = self.vision.family.looks_ahead(self.vision.sizes.config)
+        shown = [p for view in views for p in view.pixels]
+        pixels = together(shown or [self.vision.nothing])
         return ImageInputs(
             {name: part.to(device) for name, part in pixels.items()}, is_image,
             self.positions(batch, views) if self.vision.family.mrope else None,
-            LooksAhead(blocks, kind == "window") if number and kind else None,
-            None if number else slice(0),
+            self.looks_ahead(batch),
+            None if shown else slice(0),
         )  # fmt: skip
+
+    def looks_ahead(self, batch: Batch) -> LooksAhead | None:
+        """Returns which tokens see each other, also those behind them; None where none do."""
+        kind = self.vision.family.looks_ahead(self.vision.sizes.config)
+        views = self.views(batch) if kind is not None else []
+        if not any(view.spans for view in views):
+            return None
+        blocks, number = torch.full((batch.num_tokens,), -1), 0
+        bounds = pairwise(batch.cu_seqlens.tolist())
+        for (start, end), view in zip(bounds, views, strict=True):
+            for first, count in view.spans:
+                here = view.is_image[first : first + count]
+                own = blocks[start:end][first : first + count]
+                own[here[: len(own)]] = number
+                number += 1
+        return LooksAhead(blocks, kind == "window")
 
     def positions(self, batch: Batch, views: Sequence[PromptImages]) -> Tensor:
         """(3, num_tokens) int64 on the batch's device."""

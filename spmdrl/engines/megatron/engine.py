@@ -38,7 +38,7 @@ from spmdrl.engines.megatron import compat, lora
 from spmdrl.engines.megatron.inputs import Inputs, inputs_of
 from spmdrl.engines.megatron.mtp import mtp_logprobs
 from spmdrl.engines.megatron.parts import Parts
-from spmdrl.engines.megatron.vision import embedded, rotary_positions
+from spmdrl.engines.megatron.vision import embedded, looking_ahead, rotary_positions
 from spmdrl.engines.micro_batches import (
     MicroBatch,
     add_metrics,
@@ -268,7 +268,7 @@ class MegatronEngine:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         parts, num = self.parts, len(micro_batches)
-        inputs = [inputs_of(mb, parts.cut) for mb in micro_batches]
+        inputs = [looking_ahead(inputs_of(mb, parts.cut), images) for mb in micro_batches]
         scale = parts.loss_scale(num)
 
         def close(now: Inputs, hidden: Tensor, non_loss_data: bool = False) -> Any:

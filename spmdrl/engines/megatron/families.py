@@ -10,7 +10,7 @@ Needs no megatron-core: a dry run reads it without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from spmdrl.engines.megatron.splits import (
     SplitColumns,
     SplitRows,
     Stacked,
+    StackedColumns,
+    StackedGateUp,
     Whole,
 )
 
@@ -47,6 +49,31 @@ class MtpNames:
 
 
 @dataclass(frozen=True)
+class Mrope:
+    """Says by which of a token's positions in time (0), height (1) and width (2) each frequency is
+    rotated. axes: of the numbers of frequencies of the three and how many there are; section: these
+    numbers where a config has no mrope_section.
+    """
+
+    axes: Callable[[Sequence[int], int], list[int]]
+    section: Sequence[int] = ()
+
+
+def in_runs(section: Sequence[int], count: int) -> list[int]:
+    """Qwen2-VL (arXiv 2409.12191): first those of the time, then of the height, then the width."""
+    return [axis % 3 for axis, size in enumerate(section) for _ in range(size)][:count]
+
+
+def in_turn(section: Sequence[int], count: int) -> list[int]:
+    """Qwen3-VL (arXiv 2511.21631): the three in turn; those that are left are of the time."""
+    found = [0] * count
+    for axis in (1, 2):
+        for place in range(axis, min(3 * section[axis], count), 3):
+            found[place] = axis
+    return found
+
+
+@dataclass(frozen=True)
 class Family:
     """Says what sets an architecture apart from a dense model that has nothing but RMSNorm, rotary
     attention and a gated MLP.
@@ -64,9 +91,8 @@ class Family:
     embedding_scale: Callable[[Any], float] | None = None  # what embeddings are multiplied by
     clamped_swiglu: Callable[[Any], Settings] | None = None  # alpha and limit, of experts
     mtp: MtpNames | None = None  # layers for multi-token prediction; None: they are not trained
-    # it is the language model beside a tower for images (vision.py): tokens have positions in time,
-    # height and width, of which each part of a head is rotated by one
-    beside_tower: bool = False
+    # beside a tower for images (towers.py) tokens have positions in time, height and width
+    mrope: Mrope | None = None
 
     @property
     def is_custom(self) -> bool:
@@ -299,11 +325,6 @@ def shared_expert(hf: Any) -> Settings:
     }  # fmt: skip
 
 
-def multimodal(hf: Any) -> Settings:
-    """Qwen2-VL (arXiv 2409.12191): how many frequencies are of the time, the height, the width."""
-    return {"add_qkv_bias": True, "mrope_section": list(hf.rope_parameters["mrope_section"])}
-
-
 def gpt_oss(hf: Any) -> Settings:
     """Every linear layer has a bias, the router's too. The experts' activation is a module of ours
     (model.layer_spec), for which megatron-core's switch is named after TransformerEngine.
@@ -316,6 +337,9 @@ def gpt_oss(hf: Any) -> Settings:
 # ---- families
 
 LLAMA = NORMS | ATTENTION | MLP
+QWEN2_VL = Family(
+    LLAMA | QKV_BIAS, SILU | WINDOWS, lambda hf: {"add_qkv_bias": True}, mrope=Mrope(in_runs)
+)
 FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     "llama": Family(
         LLAMA, SILU | {"head_dim": ANY, "attention_bias": (False,), "mlp_bias": (False,)}
@@ -323,11 +347,22 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     "qwen2": Family(
         LLAMA | QKV_BIAS, SILU | WINDOWS, lambda hf: {"add_qkv_bias": True}
     ),
-    "qwen2_vl_text": Family(
-        LLAMA | QKV_BIAS, SILU | WINDOWS, multimodal, beside_tower=True
+    "qwen2_vl_text": QWEN2_VL,
+    "qwen2_5_vl_text": QWEN2_VL,
+    "qwen3_vl_text": Family(
+        LLAMA | QK_NORM, SILU | {"head_dim": ANY, "attention_bias": (False,)},
+        lambda hf: {"qk_layernorm": True}, mrope=Mrope(in_turn, (24, 20, 20)),
     ),
-    "qwen2_5_vl_text": Family(
-        LLAMA | QKV_BIAS, SILU | WINDOWS, multimodal, beside_tower=True
+    "qwen3_vl_moe_text": Family(
+        LLAMA | QK_NORM | {
+            "mlp.router.weight": Whole("mlp.gate.weight"),
+            f"{EXPERT}.linear_fc1.weight": StackedGateUp("mlp.experts.gate_up_proj"),
+            f"{EXPERT}.linear_fc2.weight": StackedColumns("mlp.experts.down_proj"),
+        },
+        SILU | QWEN_EXPERTS | {"head_dim": ANY, "attention_bias": (False,)},
+        # its probabilities sum to 1 whatever norm_topk_prob says
+        lambda hf: qwen_experts(hf) | {"qk_layernorm": True, "moe_router_pre_softmax": False},
+        mrope=Mrope(in_turn, (24, 20, 20)),
     ),
     "qwen3": Family(
         LLAMA | QK_NORM, SILU | WINDOWS | {"head_dim": ANY, "attention_bias": (False,)},
@@ -383,7 +418,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     ),
     "qwen3_5_text": Family(
         QWEN3_5 | MLP, QWEN_NEXT_FIELDS, qwen_next, delta_nets=True, partial_rotary=True,
-        mtp=QWEN_MTP,
+        mtp=QWEN_MTP, mrope=Mrope(in_turn, (11, 11, 10)),
     ),
     "qwen3_5_moe_text": Family(
         QWEN3_5 | EXPERTS | SHARED_EXPERT,
@@ -394,7 +429,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         lambda hf: qwen_next(hf) | shared_expert(hf) | experts(
             hf, hf.num_experts, hf.moe_intermediate_size
         ),
-        delta_nets=True, partial_rotary=True, mtp=QWEN_MTP,
+        delta_nets=True, partial_rotary=True, mtp=QWEN_MTP, mrope=Mrope(in_turn, (11, 11, 10)),
     ),
     "glm4_moe": Family(
         LLAMA | QKV_BIAS | QK_NORM | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS,
@@ -409,6 +444,17 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         SILU | {"head_dim": ANY, "attention_bias": ANY},
         lambda hf: {"add_qkv_bias": hf.attention_bias, "rotary_interleaved": True},
         partial_rotary=True, sandwich_norms=True,
+    ),
+    "glm4v_text": Family(
+        GLM_NORMS | ATTENTION | QKV_BIAS | FUSED_MLP, SILU,
+        lambda hf: {"add_qkv_bias": True, "rotary_interleaved": True},
+        partial_rotary=True, sandwich_norms=True, mrope=Mrope(in_runs, (8, 12, 12)),
+    ),
+    "glm4v_moe_text": Family(
+        LLAMA | QKV_BIAS | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS,
+        SILU | DEEPSEEK_EXPERTS | {"attention_bias": ANY},
+        lambda hf: deepseek_experts(hf) | {"add_qkv_bias": hf.attention_bias},
+        deepseek_groups, partial_rotary=True, mrope=Mrope(in_runs, (8, 12, 12)),
     ),
     "gemma2": Family(
         SANDWICH_NORMS | ATTENTION | MLP, WINDOWS | GEMMA_FIELDS, gemma,

@@ -24,7 +24,7 @@ from spmdrl.config import ConfigError
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.model import RewardHead, ValueHead, layer_numbers
 from spmdrl.engines.megatron.splits import DimensionSplit, HfSlice, Place, Whole
-from spmdrl.hub.language_model import language_key
+from spmdrl.engines.megatron.towers import is_of_tower, own_name, seeing_config, stored_name
 from spmdrl.hub.quantized_weights import (
     BLOCKS,
     FP8_SCALE,
@@ -35,6 +35,7 @@ from spmdrl.hub.quantized_weights import (
     quantization_of,
 )
 from spmdrl.weights.boxes import Box, sizes
+from spmdrl.weights.checkpoint_names import published_shape
 
 
 def pieces(chunk: Any, hf_config: PreTrainedConfig) -> Iterator[tuple[str, Tensor, list[HfSlice]]]:
@@ -48,15 +49,14 @@ def pieces(chunk: Any, hf_config: PreTrainedConfig) -> Iterator[tuple[str, Tenso
     for name, parameter in chunk.named_parameters():
         if ".adapters." in name:  # of lora.py, and in no checkpoint of a model
             continue
-        yield name, parameter, _pieces_of(chunk, hf_config, name, parameter)
+        yield name, parameter, _stored(chunk, hf_config, name, parameter)
     for name, buffer in chunk.named_buffers():
         if name.endswith(".router.expert_bias"):
-            yield name, buffer, _pieces_of(chunk, hf_config, name, buffer)
+            yield name, buffer, _stored(chunk, hf_config, name, buffer)
 
 
 Found = TypeVar("Found")
 WHOLE = DimensionSplit(1, 0)
-TOWER = "visual."  # what names of a tower for images begin with
 HEADS = {*ValueHead.names.values(), *RewardHead.names.values()}
 VOCABULARY = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -77,6 +77,14 @@ def local_name(rest: str) -> str:
         if re.fullmatch(pattern, rest):
             return re.sub(pattern, replacement, rest)
     return rest
+
+
+def _stored(chunk: Any, hf: PreTrainedConfig, name: str, parameter: Tensor) -> list[HfSlice]:
+    """Names the pieces as files of the model do."""
+    return [
+        piece._replace(name=stored_name(hf, piece.name))
+        for piece in _pieces_of(chunk, hf, name, parameter)
+    ]
 
 
 def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str, parameter: Tensor) -> list[HfSlice]:
@@ -135,7 +143,7 @@ def _outside_layers(
     head = getattr(chunk, "output_layer", None)
     if isinstance(head, ValueHead) and name.startswith("output_layer."):
         where = _known(head.names, name.removeprefix("output_layer."))
-    elif name.startswith(TOWER):  # whole on every rank that has it, by transformers' own names
+    elif is_of_tower(name):  # whole on every rank that has it, by transformers' own names
         where = name
     elif name == "decoder.final_layernorm.weight":
         where = "model.norm.weight"
@@ -170,12 +178,14 @@ class Folder:
     """The tensors of a checkpoint folder, read part by part; those in FP8 blocks as float32.
 
     Of files that have a tower for images or sounds as well, the language model's have the names
-    that they have in a model without one, and a tower's begin with "visual.".
+    that they have in a model without one, and a tower's begin with its part's (towers.own_name).
     """
 
     def __init__(self, folder: str | Path, hf_config: PreTrainedConfig | None = None) -> None:
         """hf_config: it says how large the blocks are; without it there may be none."""
         self.folder = Path(folder)
+        whole = None if hf_config is None else seeing_config(hf_config)
+        self.kind = "" if whole is None else whole.model_type
         how = quantization_of(hf_config)
         self.block = tuple(how["weight_block_size"]) if is_fp8(hf_config) else ()
         self.open: dict[str, Any] = {}
@@ -190,7 +200,7 @@ class Folder:
             raise ConfigError(
                 f"model: {folder} has neither model.safetensors nor model.safetensors.index.json"
             )
-        self.stored = {own_key(name): name for name in there}  # as the files name it
+        self.stored = {own_name(name): name for name in there}  # as the files name it
         self.files = {name: there[stored] for name, stored in self.stored.items()}
 
     def _index(self, index: Path) -> dict[str, str]:
@@ -214,8 +224,10 @@ class Folder:
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
         """Part of a tensor; also where the folder has the experts of a layer as one tensor.
 
-        Raises ConfigError where it is missing, has another shape, is quantised or not finite.
+        name: as `pieces` or the files have it. Raises ConfigError where it is missing, has another
+        shape, is quantised or not finite.
         """
+        name = own_name(name)
         if name + BLOCKS in self.files:
             return self._mxfp4(name, shape, box)
         lead: tuple[int, ...] = ()
@@ -223,6 +235,8 @@ class Folder:
             name, lead, shape, box = self._stacked(name, shape, box)
         part = self._slice(name)
         there = tuple(part.get_shape())
+        if there != shape and there == published_shape(self.kind, name, shape):
+            return self.read(name, there, (box[0], box[2], box[1])).transpose(1, 2)
         if there[len(lead) :] != shape:
             raise ConfigError(
                 f"model: {name} in {self.folder / self.files[name]} is {there}, but config.json "
@@ -286,13 +300,6 @@ class Folder:
         return stacked, (int(expert[2]),), shape, box
 
 
-def own_key(name: str) -> str:
-    """Returns how `pieces` names what files have under `name`."""
-    if name.startswith(f"model.{TOWER}"):
-        return name.removeprefix("model.")
-    return language_key(name) or name
-
-
 @torch.no_grad()
 def load_pretrained(
     chunks: list[Any], folder: str | Path, hf_config: PreTrainedConfig, new_head: bool = True
@@ -306,7 +313,8 @@ def load_pretrained(
     for chunk in chunks:
         for _, parameter, parts in pieces(chunk, hf_config):
             for piece in parts:
-                if new_head and piece.name in HEADS and piece.name not in checkpoint.files:
+                own = own_name(piece.name)
+                if new_head and own in HEADS and own not in checkpoint.files:
                     continue
                 view = piece.view(parameter)
                 assert tuple(view.shape) == sizes(piece.box), (piece, view.shape)

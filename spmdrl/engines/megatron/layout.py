@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from spmdrl.config import ConfigError, require
 from spmdrl.engines.megatron.families import ANY, COMMON_FIELDS, FAMILIES, Settings
 from spmdrl.engines.megatron.splits import Stacked
-from spmdrl.hub.hf_folder import sees_images, text_config
+from spmdrl.engines.megatron.towers import deepstack_layers, looks_ahead
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 MOST_TRIED = 100_000  # as divisors, for an error's text
@@ -38,17 +38,6 @@ class Degrees:
     sequence: bool = False  # activations between layers are cut over the tensor ranks too
     first_stage: int | None = None  # layers of the first pipeline rank; None: as many as others
     last_stage: int | None = None
-
-
-def has_trained_tower(hf_config: PreTrainedConfig) -> bool:
-    """Says whether it is the config of a model that sees images whose tower is built here too."""
-    family = FAMILIES.get(hf_config.get_text_config().model_type)
-    return sees_images(hf_config) and family is not None and family.beside_tower
-
-
-def language_part(hf_config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns what megatron-core builds: of a model with a tower the language model's config."""
-    return text_config(hf_config) if has_trained_tower(hf_config) else hf_config
 
 
 def check_architecture(hf_config: PreTrainedConfig) -> None:
@@ -136,6 +125,7 @@ def check_layout(
     problems = _sizes_below_one(degrees) or [
         *_tensor_problems(hf_config, degrees),
         *_delta_net_problems(hf_config, degrees),
+        *_image_problems(hf_config, degrees),
         *_pipeline_problems(hf_config.num_hidden_layers, degrees),
         *_expert_problems(hf_config, degrees),
         *_world_problems(degrees, has_experts(hf_config), world_size),
@@ -185,6 +175,25 @@ def _delta_net_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
         problems.append(
             f"context_parallel={d.context}: a gated delta net has a state that goes from token to "
             "token, and megatron-core has no form of it for tokens on several ranks; use 1"
+        )
+    return problems
+
+
+def _image_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
+    problems = []
+    if d.context > 1 and looks_ahead(hf_config):
+        problems.append(
+            f"context_parallel={d.context}: an image's tokens see each other, also those behind "
+            "them, and attention over the tokens of several ranks is causal; use 1"
+        )
+    count, layers = deepstack_layers(hf_config), hf_config.num_hidden_layers
+    split = not _pipeline_problems(layers, d)
+    first = stage_layers(layers, d)[0] // d.virtual if split else count
+    if first < count:
+        problems.append(
+            f"the first {count} layers are given vectors of the tower, and the pipeline's first "
+            f"stage, where the tower is, has {first}; use fewer stages, or "
+            f"{OPTIONS['first_stage']}={count * d.virtual}"
         )
     return problems
 

@@ -43,9 +43,14 @@ from spmdrl.engines.fsdp.sharded_loading import (
     open_model,
 )
 from spmdrl.engines.megatron.families import FAMILIES
-from spmdrl.engines.megatron.hf_mapping import own_key, pieces
-from spmdrl.engines.megatron.layout import has_trained_tower, language_part
+from spmdrl.engines.megatron.hf_mapping import pieces
 from spmdrl.engines.megatron.splits import HfSlice, tensor_names
+from spmdrl.engines.megatron.towers import (
+    has_trained_tower,
+    language_part,
+    own_name,
+    seeing_config,
+)
 from spmdrl.hub.hf_folder import meta_model
 from spmdrl.weights.boxes import Box, sizes
 from spmdrl.weights.checkpoint_names import ADAPTER
@@ -297,12 +302,10 @@ def adapt(chunk: Any, hf_config: PreTrainedConfig, lora: LoraConfig, layers: set
 
 
 def module_name(hf_config: PreTrainedConfig, name: str) -> str:
-    """Returns what transformers' module calls what `pieces` names `name`, the inverse of own_key;
-    adapters are named so.
-    """
-    if not FAMILIES[hf_config.model_type].beside_tower:
+    """Returns what transformers' module calls what `pieces` names `name`; adapters are named so."""
+    if seeing_config(hf_config) is None:
         return name
-    return re.sub(r"^model\.", "model.language_model.", name)
+    return re.sub(r"^model\.", "model.language_model.", own_name(name))
 
 
 def put(chunk: Any, name: str, held: Mapping[str, list[HfSlice]], lora: LoraConfig) -> None:
@@ -449,6 +452,7 @@ def with_adapters(base: dict[str, Shards], chunks: list[Any], merged: bool) -> d
     TrainEngine.named_shards.
     """
     made_of: dict[str, Merged | ScaledB] = {}
+    named = {own_name(name): name for name in base}
     found = dict(base)
     exact = any(shards.exact for shards in base.values())
     for adapters in adapters_of(chunks):
@@ -459,7 +463,7 @@ def with_adapters(base: dict[str, Shards], chunks: list[Any], merged: bool) -> d
             if not pair.b:  # this rank has no row of the layer
                 continue
             if merged:
-                name = own_key(f"{pair.layer}.weight")
+                name = named[own_name(f"{pair.layer}.weight")]
                 made_of[name] = Merged(base[name], pair, adapters.scale)
             else:
                 made_of[pair.layer + ADAPTER[1]] = ScaledB(pair, adapters.scale)

@@ -34,6 +34,8 @@ from spmdrl.engines.megatron.layout import (
     vocab_range,
 )
 from spmdrl.engines.megatron.mtp import add_mtp_layers, layers_of
+from spmdrl.engines.megatron.rotary import MultimodalRotary
+from spmdrl.engines.megatron.towers import mrope_axes, mrope_section
 
 __all__ = [
     "Degrees", "ValueHead", "build_chunks", "check_architecture", "check_layout", "layer_numbers",
@@ -99,6 +101,8 @@ def transformer_config(
             "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
         }  # fmt: skip
     settings |= _layout_settings(degrees) | _window_settings(config) | family.settings(config)
+    if mrope_section(config):
+        settings["mrope_section"] = mrope_section(config)
     if settings["softmax_scale"] is not None:  # the factor is on sine and cosine
         settings["softmax_scale"] *= rope_frequencies(config)[1] ** 2
     kind = MLATransformerConfig if family.latent else TransformerConfig
@@ -268,8 +272,11 @@ def _set_rope(chunk: Any, hf_config: PreTrainedConfig) -> None:
             kinds = len(rope_kinds(hf_config))  # end to end, see _own_rotary
             assert len(frequencies) == kinds * len(rotary.inv_freq)
             rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
-            if chunk.config.mrope_section:
-                rotary.cp_group = None  # the angles of all tokens; attention takes this rank's
+    axes = mrope_axes(hf_config, len(frequencies))
+    if axes is not None:
+        chunk.rotary_pos_emb = MultimodalRotary(
+            chunk.rotary_pos_emb.inv_freq, axes, chunk.config.rotary_interleaved
+        )
 
 
 def _finish(chunk: Any, hf_config: Any) -> None:

@@ -24,7 +24,8 @@ from spmdrl.engines.fsdp.classifier import is_classifier
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.inputs import Inputs
-from spmdrl.engines.megatron.layout import language_part, layer_types, padded_vocab
+from spmdrl.engines.megatron.layout import layer_types, padded_vocab
+from spmdrl.engines.megatron.towers import has_trained_tower, language_part
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.mtp_layers import has_mtp_tensors, num_mtp_layers
 
@@ -45,6 +46,11 @@ def check_mtp(name: str, role: TrainConfig, model: str) -> None:
         num > 0 and not is_classifier(hf),
         f"{said}: {model!r} has no layers for multi-token prediction (num_nextn_predict_layers or "
         "mtp_num_hidden_layers in its config.json); leave it 0",
+    )
+    require(
+        not has_trained_tower(hf),
+        f"{said}: the layers for multi-token prediction are not trained beside a tower for images, "
+        "whose tokens have several positions; leave it 0, or vision_tower=False",
     )
     require(
         not Path(model).is_dir() or has_mtp_tensors(Path(model), hf),

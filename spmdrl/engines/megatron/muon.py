@@ -29,11 +29,11 @@ from spmdrl.config import ConfigError, OptimConfig
 from spmdrl.engines.fsdp.muon import RMS, orthogonal
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.families import FAMILIES
-from spmdrl.engines.megatron.hf_mapping import TOWER, pieces
-from spmdrl.engines.megatron.splits import HfSlice, Stacked
+from spmdrl.engines.megatron.hf_mapping import pieces
+from spmdrl.engines.megatron.splits import HfSlice, Stacked, StackedColumns, StackedGateUp
 from spmdrl.weights.boxes import Box, numel, sizes, view, whole
 
-TOWER_LAYERS = f"{TOWER}blocks."
+STACKED = (Stacked, StackedGateUp, StackedColumns)
 
 
 @dataclass
@@ -133,7 +133,7 @@ class MegatronMuon:
 def check_matrices(hf_config: PreTrainedConfig) -> None:
     """Raises ConfigError where a matrix of the layers is a part of a larger tensor."""
     names = FAMILIES[hf_config.model_type].names
-    stacked = [split.name for split in names.values() if isinstance(split, Stacked)]
+    stacked = [split.name for split in names.values() if isinstance(split, STACKED)]
     if stacked:
         raise ConfigError(
             f"optim.name='muon': engine megatron has no Muon for {hf_config.model_type!r}, whose "
@@ -162,10 +162,12 @@ def matrices_of(chunk: Any, hf_config: PreTrainedConfig) -> list[Matrix]:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     groups = chunk.pg_collection
+    of_tower = getattr(chunk, "tower_layers", ())
     dense: list[tuple[str, Any, list[HfSlice]]] = []
     experts: list[tuple[str, Any, list[HfSlice]]] = []
     for name, parameter, held in pieces(chunk, hf_config):
-        if (".layers." in name or name.startswith(TOWER_LAYERS)) and parameter.ndim == 2:
+        is_hidden = name.startswith(("decoder.layers.", "mtp.layers.", *of_tower))
+        if is_hidden and parameter.ndim == 2:
             (experts if ".local_experts." in name else dense).append((name, parameter, held))
     return [*shared(dense, groups.tp), *shared(experts, groups.expt_tp)]
 

@@ -28,8 +28,6 @@ from spmdrl.engines.megatron.layout import (
     OPTIONS,
     Degrees,
     check_layout,
-    has_trained_tower,
-    language_part,
     moe_layers,
     softcap,
 )
@@ -38,6 +36,7 @@ from spmdrl.engines.megatron.mtp import TokenEmbeddings
 from spmdrl.engines.megatron.muon import use_muon
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.router_replay import ReplayedRouters
+from spmdrl.engines.megatron.towers import has_trained_tower, language_part
 from spmdrl.engines.megatron.vision import add_tower
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config

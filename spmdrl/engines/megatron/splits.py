@@ -230,6 +230,41 @@ class Stacked:
         return [HfSlice(at.name(self.name), full, box, _transposed_alone)]
 
 
+@dataclass(frozen=True)
+class StackedGateUp:
+    """One expert's rows of the gate and the up projection, which the checkpoint has end to end in
+    one tensor of all experts.
+    """
+
+    name: str
+
+    def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
+        count, columns = shape[0] // 2, shape[1]
+        width, (first, last) = at.cut.whole(count)
+        full = (at.config.num_moe_experts, 2 * width, columns)
+        return [
+            HfSlice(
+                at.name(self.name), full,
+                ((at.expert, at.expert + 1), (start + first, start + last), (0, columns)),
+                partial(_rows_of_expert, first=begin, count=count),
+            )
+            for start, begin in ((0, 0), (width, count))
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StackedColumns:
+    """One expert's columns of a tensor that has those of all experts; cut over the tensor ranks."""
+
+    name: str
+
+    def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
+        size, here = at.cut.whole(shape[1])
+        full = (at.config.num_moe_experts, shape[0], size)
+        box = ((at.expert, at.expert + 1), (0, shape[0]), here)
+        return [HfSlice(at.name(self.name), full, box, _alone)]
+
+
 def tensor_names(split: Split) -> list[str]:
     """Returns the names inside a layer of the tensors that a split reads; {} stands for q, k and v,
     {expert} for a number.
@@ -247,6 +282,14 @@ def _all(parameter: Tensor) -> Tensor:
 
 def _rows(parameter: Tensor, first: int, count: int) -> Tensor:
     return parameter.narrow(0, first, count)
+
+
+def _alone(parameter: Tensor) -> Tensor:
+    return parameter[None]
+
+
+def _rows_of_expert(parameter: Tensor, first: int, count: int) -> Tensor:
+    return parameter.narrow(0, first, count)[None]
 
 
 def _transposed_alone(parameter: Tensor) -> Tensor:

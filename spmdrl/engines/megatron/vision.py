@@ -1,8 +1,8 @@
 """The tower for images of a model whose language model is megatron-core's.
 
-The tower is transformers' own module, `visual` of the first stage's chunk. It is whole on each of
-the stage's tensor and context ranks. They all pass it with all images of a micro-batch, and each
-takes the vectors of its own tokens.
+The tower is transformers' own modules, of the first stage's chunk by the names that they have in
+transformers (towers.py). It is whole on each of the stage's tensor and context ranks. They all pass
+it with all images of a micro-batch, and each takes the vectors of its own tokens.
 
     no sequence parallelism   the tensor ranks have all tokens and so the same gradient of the tower
     sequence parallelism      each has the gradient of its tokens: Megatron sums it, as of norms
@@ -12,20 +12,28 @@ takes the vectors of its own tokens.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from spmdrl.data.images import BatchImages
+from spmdrl.data.images import BatchImages, ImageInputs
 from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.engines.fsdp.model import without_noise
 from spmdrl.engines.megatron.inputs import Inputs, SequenceSplit
-from spmdrl.engines.megatron.layout import has_trained_tower
+from spmdrl.engines.megatron.towers import (
+    PARTS,
+    deepstack_layers,
+    has_trained_tower,
+    language_part,
+)
 from spmdrl.hub.hf_folder import meta_model
-from spmdrl.hub.transformers_compat import set_attention_name
+from spmdrl.hub.transformers_compat import set_attention_name, undivided_layers
 
 
 def add_tower(
@@ -39,19 +47,47 @@ def add_tower(
     """
     if not has_trained_tower(hf_config) or not chunk.pre_process:
         return
-    config = copy.deepcopy(hf_config.vision_config)
-    set_attention_name(config, "sdpa")
-    shell: Any = meta_model(hf_config).base_model
+    config: Any = copy.deepcopy(hf_config)
+    set_attention_name(config.vision_config, "sdpa")
+    whole = meta_model(config)
+    shell: Any = whole.base_model
+    for name, child in list(shell.named_children()):
+        delattr(shell, name)
+        if name in PARTS:
+            part = built(child, config)
+            prepare(part, chunk.config, frozen)
+            if isinstance(part, PreTrainedModel):
+                use_checkpointing(part, recompute)
+            setattr(shell, name, part)
+            setattr(chunk, name, part)
+    kinds = undivided_layers(whole)
+    layers = [
+        f"{part}.{name}."
+        for part in PARTS if hasattr(chunk, part)
+        for name, module in getattr(chunk, part).named_modules() if type(module).__name__ in kinds
+    ]  # fmt: skip
+    # not submodules of the chunk: the shell has the same parts, and knows how to pass them
+    vars(chunk).update(seeing=shell, tower_layers=tuple(layers))
+    for number in range(deepstack_layers(language_part(hf_config))):
+        add = partial(add_vectors, number)
+        chunk.decoder.layers[number].register_forward_hook(add, with_kwargs=True)
+
+
+def built(child: Any, config: Any) -> Any:
+    """Returns a part of a model with memory. child: the same part without; config: of the whole."""
+    given = config.vision_config if isinstance(child, PreTrainedModel) else config
     with torch.device(torch.cuda.current_device()), no_init_weights():  # see cpu_shim.scope
-        tower = type(shell.visual)(config)
+        return type(child)(given)
+
+
+def prepare(part: Any, config: Any, frozen: bool) -> None:
+    """config: Megatron's."""
     parameter: Any
-    for parameter in tower.parameters():
-        parameter.data = parameter.data.to(chunk.config.params_dtype).zero_()
-        parameter.sequence_parallel = chunk.config.sequence_parallel
+    for parameter in part.parameters():
+        parameter.data = parameter.data.to(config.params_dtype).zero_()
+        parameter.sequence_parallel = config.sequence_parallel
         parameter.requires_grad_(not frozen)
-    without_noise(tower)
-    use_checkpointing(tower, recompute)
-    chunk.visual = tower
+    without_noise(part)
 
 
 def rotary_positions(inputs: Inputs, images: BatchImages | None) -> Tensor:
@@ -64,6 +100,21 @@ def rotary_positions(inputs: Inputs, images: BatchImages | None) -> Tensor:
     if images is not None:
         found[:, places] = images.positions(inputs.batch, images.views(inputs.batch))
     return found[:, None]
+
+
+def looking_ahead(inputs: Inputs, images: BatchImages | None) -> Inputs:
+    """Returns inputs whose attention lets an image's tokens see each other, where the model has it
+    so (Gemma 3). On every stage.
+    """
+    ahead = None if images is None else images.looks_ahead(inputs.batch)
+    if ahead is None:
+        return inputs
+    row, places = inputs.row_positions, inputs.row_places
+    assert row is not None and places is not None, "packed rows alone have images"
+    blocks = torch.full((len(row),), -1)
+    blocks[places.cpu()] = ahead.blocks
+    inputs.packed.layout = replace(inputs.packed.layout, ahead=replace(ahead, blocks=blocks))
+    return inputs
 
 
 def embedded(
@@ -80,13 +131,78 @@ def embedded(
     scene = images.scene(inputs.batch)
     if scene.own is not None:  # it has the smallest image alone, which no token sees
         return None
-    pixels = dict(scene.pixels)
-    values = pixels.pop("pixel_values").to(model.config.params_dtype)
-    vectors = model.visual(values, grid_thw=pixels["image_grid_thw"]).pooler_output
+    vectors, deepstack = vectors_of(model, scene)
     out = model.embedding(input_ids=inputs.token_ids, position_ids=None)
     first = cut.tensor_rank * len(out)
     of_rank = inputs.places.to(out.device)  # below 0: on another context rank
     places = of_rank - first
     here = scene.is_image & (of_rank >= 0) & (places >= 0) & (places < len(out))
-    numbers = scene.is_image.cumsum(0) - 1  # of each image token's vector
-    return out.index_copy(0, places[here], vectors[numbers[here]][:, None])
+    numbers = scene.is_image.cumsum(0)[here] - 1  # of each image token's vector
+    out = out.index_copy(0, places[here], vectors[numbers][:, None])
+    if deepstack:
+        sources = [layer[numbers] for layer in deepstack]
+        leaves = [source.detach().requires_grad_(source.requires_grad) for source in sources]
+        out = GradientsOfLayers.apply(out, leaves, *sources)
+        inputs.packed.deepstack = Deepstack(places[here], leaves)
+    return out
+
+
+def vectors_of(model: Any, scene: ImageInputs) -> tuple[Tensor, list[Tensor]]:
+    """(image tokens, hidden_size) what the tower makes of the images, and the same for each of the
+    first layers of the language model that is given vectors of its own.
+    """
+    pixels = dict(scene.pixels)
+    pixels["pixel_values"] = pixels["pixel_values"].to(model.config.params_dtype)
+    found = model.seeing.get_image_features(**pixels)
+    of_layers = getattr(found, "deepstack_features", None) or []
+    return end_to_end(found.pooler_output), [end_to_end(layer) for layer in of_layers]
+
+
+def end_to_end(vectors: Tensor | Sequence[Tensor]) -> Tensor:
+    """Those of all images as (image tokens, hidden_size)."""
+    return vectors.flatten(0, -2) if isinstance(vectors, Tensor) else torch.cat(list(vectors))
+
+
+# ---- vectors that are added behind layers
+
+
+@dataclass(frozen=True)
+class Deepstack:
+    """What is added to the states of a micro-batch behind the first layers.
+
+    rows: (n,) int64, of the states of this tensor rank; vectors: of each layer (n, hidden_size).
+    """
+
+    rows: Tensor
+    vectors: list[Tensor]
+
+
+def add_vectors(
+    number: int, layer: Any, args: Any, kwargs: dict[str, Any], out: tuple[Tensor, Any]
+) -> tuple[Tensor, Any] | None:
+    """A hook behind a layer of the first stage. The micro-batch's attention parameters have what
+    is added, so that a layer that is computed again for its gradient adds what it has added before.
+    """
+    added = getattr(kwargs["packed_seq_params"], "deepstack", None)
+    if added is None:
+        return None
+    states, context = out
+    return states.index_add(0, added.rows, added.vectors[number][:, None]), context
+
+
+class GradientsOfLayers(torch.autograd.Function):
+    """Hands the gradients that layers have left at `leaves` on to what these are copies of.
+
+    Megatron's activation checkpointing runs a backward pass of its own for every layer, in which
+    the tower's graph could be gone through once only. The gradient of the embedding comes after
+    those of all layers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, embedded: Tensor, leaves: list[Tensor], *sources: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return embedded.view_as(embedded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, *(leaf.grad for leaf in ctx.leaves)

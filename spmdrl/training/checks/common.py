@@ -34,13 +34,12 @@ from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import (
     check_layout,
     check_scores,
-    has_trained_tower,
-    language_part,
 )
 from spmdrl.engines.megatron.lora import check_adaptable
 from spmdrl.engines.megatron.mtp import check_mtp
 from spmdrl.engines.megatron.muon import check_matrices
 from spmdrl.engines.megatron.parts import degrees_of
+from spmdrl.engines.megatron.towers import language_part, untrained_tower
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import (
     keep_tower,
@@ -273,10 +272,14 @@ def check_vision(
         for name, role in roles.items():
             require(not role.freeze_vision, f"{name}.freeze_vision: the model sees no images")
         return
-    wanted = dict(others or {})
+    wanted, untrained = dict(others or {}), untrained_tower(hf)
     for name, role in roles.items():
+        require(
+            role.engine != "megatron" or untrained is None,
+            f"{name}.engine='megatron': not with {hf.model_type!r}, a model that sees images: "
+            f"{untrained}. Use engine fsdp",
+        )
         wanted |= {
-            f"{name}.engine='megatron'": role.engine == "megatron" and not has_trained_tower(hf),
             f"{name}.compile": role.compile,
             f"{name}.kernels='liger'": role.kernels == "liger",
             f"{name}.fp8": role.fp8 is not None,
