@@ -44,8 +44,8 @@ lint: .venv  ## ruff, ruff format and mypy
 
 check: .venv  ## lint, and the tests that start no ranks and no engine: 3 minutes
 	@$(LINT_BESIDE); \
-	$(BIN)/python -m pytest $(TWO) \
-		-m "not ranks and not vllm and not engine and not megatron and not sandbox and not compiles and not clock" \
+	SPMDRL_FUZZ=0.2 $(BIN)/python -m pytest $(TWO) \
+		-m "not ranks and not vllm and not engine and not megatron and not sandbox and not compiles and not programs and not clock" \
 		|| failed=1; \
 	$(LINT_ENDS); exit $$failed
 

@@ -30,6 +30,26 @@ torch.set_num_threads(1)
 gc.disable()  # until all test files are imported, see pytest_collection_finish
 
 
+# `make check` leaves out tests with these markers, and no other test may start a program
+NOT_QUICK = {
+    "ranks", "vllm", "engine", "megatron", "sandbox", "compiles", "clock", "programs",
+}  # fmt: skip
+STARTED: list[str] = []  # command lines of the programs that the present test has started
+
+
+def note_program(event: str, args: tuple[Any, ...]) -> None:
+    """Python calls this for every program that is started, by asyncio too. Those are left out that
+    the standard library's `platform` asks for the processor's name.
+    """
+    if event == "subprocess.Popen":
+        command = args[1] if isinstance(args[1], list | tuple) else [args[1]]
+        if command[0] not in ("uname", "file"):
+            STARTED.append(" ".join(map(os.fsdecode, command)))
+
+
+sys.addaudithook(note_program)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of the inputs that tests draw (0)")
     strict = "hold what ranks do to NCCL's rules (spmdrl/distributed/nccl_rules)"
@@ -56,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     a long file left when the other has ended."""
 
     def place(marks: set[str]) -> int:
-        long = {"vllm", "engine", "megatron", "compiles"}
+        long = {"vllm", "engine", "megatron", "compiles", "programs"}
         return 0 if "ranks" in marks else 1 if marks & long else 2
 
     marks: dict[Path, set[str]] = {}
@@ -88,6 +108,17 @@ def nothing_left() -> Iterator[None]:
     yield
     if "programs" in sys.modules:
         sys.modules["programs"].end_left()
+
+
+@pytest.fixture(autouse=True)
+def programs_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that starts a program, or the first one whose fixtures do, has a marker that says
+    so."""
+    yield
+    started = STARTED.copy()
+    STARTED.clear()
+    if not NOT_QUICK & {mark.name for mark in request.node.iter_markers()}:
+        assert not started, f"give the test the marker `programs`, as it has started {started}"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -27,6 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.programs
 def test_the_site_has_every_page_and_finds_every_field(site: Path) -> None:
     pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
     assert {f"{page.stem}.html" for page in PAGES[1:]} | {"index.html"} <= pages
@@ -45,6 +46,7 @@ def test_the_site_has_every_page_and_finds_every_field(site: Path) -> None:
     assert "<svg" in (site / "pictures/one_step.svg").read_text()
 
 
+@pytest.mark.programs
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     page = (site / "index.html").read_text()
     loaded = re.findall(r"<(?:script|img|link)\b[^>]*?(?:src|href)=\"?([^\s\">]+)", page)

@@ -255,6 +255,7 @@ def test_quickstart_summary(tmp_path: Path) -> None:
     assert list(phases.items()) == [("update_actor", 5.0), ("rollout", 2.5)]
 
 
+@pytest.mark.programs
 def test_quickstart_ends_with_the_exit_code_of_a_stage(capsys: pytest.CaptureFixture) -> None:
     quickstart = load_module("examples/arithmetic/quickstart.py")
     with pytest.raises(SystemExit) as stopped:
@@ -293,6 +294,7 @@ def test_bench_figures_from_a_recorded_run() -> None:
     assert figures["peak_rss_gb"] == 3.0
 
 
+@pytest.mark.programs
 def test_bench_compare_tells_noise_from_a_change() -> None:
     compare = load_module("examples/add2/bench_compare.py")
     assert compare.verdict([1.0, 1.2, 1.1], [1.15, 1.3, 1.25]) == "the same"
@@ -323,6 +325,7 @@ input()
 """
 
 
+@pytest.mark.programs
 def test_bench_watches_a_process_tree() -> None:
     """The grandchild keeps its memory until the watch has surely looked at it."""
     bench = load_module("examples/add2/bench.py")
@@ -365,6 +368,7 @@ def run_setup(folder: Path, python: Path, *args: str) -> subprocess.CompletedPro
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.programs
 def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
     old = fake_python(
         tmp_path / "python3.9", '[ "$1" = --version ] && echo "Python 3.9.2"\nexit 1\n'
@@ -383,6 +387,7 @@ done
 """
 
 
+@pytest.mark.programs
 def test_setup_finds_amd_gpus_and_asks_for_an_index(tmp_path: Path) -> None:
     """rocm-smi is a mock, as no AMD GPU can be had here: what it prints is that of ROCm 6."""
     script = setup_copy(tmp_path) / "launch/setup.sh"
@@ -404,6 +409,7 @@ def test_setup_finds_amd_gpus_and_asks_for_an_index(tmp_path: Path) -> None:
     assert not Path(tmp_path, ".venv").exists()
 
 
+@pytest.mark.programs
 def test_setup_makes_an_environment_for_each_engine(tmp_path: Path) -> None:
     """SGLang's is .venv-sglang, under pins of its own, and needs a GPU."""
     (tmp_path / "constraints-sglang.txt").write_bytes(
@@ -433,6 +439,7 @@ def test_setup_makes_an_environment_for_each_engine(tmp_path: Path) -> None:
     assert not Path(folder, ".venv").exists()
 
 
+@pytest.mark.programs
 def test_setup_that_was_interrupted_starts_over(tmp_path: Path) -> None:
     broken = "mkdir -p .venv/bin; printf '#!/bin/sh\\nexit 9\\n' > .venv/bin/python\n"
     broken += "chmod +x .venv/bin/python; exit 0\n"
@@ -460,6 +467,7 @@ assert not {"wandb", "mlflow", "swanlab", "trackio"} & sys.modules.keys()
 """
 
 
+@pytest.mark.programs
 def test_what_other_packages_would_say_at_their_import_is_not_shown():
     """Services that people watch are imported only where they are asked for."""
     done = subprocess.run(

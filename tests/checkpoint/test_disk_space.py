@@ -45,6 +45,7 @@ def test_what_is_in_the_way_is_named(tmp_path, monkeypatch):
     assert nearest(tmp_path / "a" / "b", "run_dir") == tmp_path
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("where", ["run_dir", "samples", "TMPDIR"])
 def test_a_folder_that_cannot_take_a_mebibyte_is_refused(tmp_path, where):
     """By a limit on the size of files, which root too has to keep."""

@@ -232,6 +232,7 @@ def test_source_of_a_config_is_python(write):
     assert eval(as_source(config), names) == config
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("program", ["ppo", "sft", "reward_model"])
 def test_a_wrong_key_costs_no_import_of_torch(write, program):
     code = (
@@ -351,6 +352,7 @@ def test_a_whole_group_and_a_key_of_it_are_both_taken_whatever_their_order(tmp_p
         assert config.algo.loss_args == {"b": 2, "c": 4}
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("module", CONFIGS)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_names_every_option(module, flag):

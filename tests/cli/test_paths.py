@@ -114,6 +114,7 @@ KINDS = {
 }
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("program", KINDS)
 def test_a_wrong_path_is_told_before_torch_is_imported(here, program):
     Path("cfg.py").write_text(CONFIG.format(kind=KINDS[program]))
@@ -175,6 +176,7 @@ EXPORTS = [
 ]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("args", "words"), EXPORTS, ids=lambda x: str(x)[:60])
 def test_an_export_says_what_is_wrong_before_torch_is_imported(here, args, words):
     Path("whole").mkdir()
@@ -186,6 +188,7 @@ def test_an_export_says_what_is_wrong_before_torch_is_imported(here, args, words
     assert "| torch\n" not in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("module", "words"), [
     ("export", ["--checkpoint DIR --out DIR", "  --ema: the moving average", "--trust_rem"]),
     ("timeline", ["python -m spmdrl.timeline RUN_DIR", "  --steps: 3:6 (both included)", "--out"]),

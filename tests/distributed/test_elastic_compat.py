@@ -56,6 +56,7 @@ def launch(command: str, max_restarts: int = 0) -> None:
     launch_agent(config, "/bin/sh", ["-c", command])
 
 
+@pytest.mark.programs
 def test_torchrun_still_asks_monitor_workers_and_holds_its_ranks_in_pcontext() -> None:
     states, seen = [], []
 
@@ -75,6 +76,7 @@ def test_torchrun_still_asks_monitor_workers_and_holds_its_ranks_in_pcontext() -
     assert len(set(seen[0])) == 2 and os.getpid() not in seen[0]
 
 
+@pytest.mark.programs
 def test_torchrun_still_counts_the_restarts_that_are_left(tmp_path: Path) -> None:
     def monitor(agent: Any, group: Any) -> Any:
         result = elastic_compat.observe_ranks(agent, group)
@@ -89,6 +91,7 @@ def test_torchrun_still_counts_the_restarts_that_are_left(tmp_path: Path) -> Non
     assert max(starts) == 1, starts
 
 
+@pytest.mark.programs
 def test_torchrun_still_asks_get_free_port_for_the_port_of_the_store(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -128,6 +131,7 @@ def test_torchrun_still_reads_its_command_line_by_parse_args() -> None:
     assert (options.rdzv_conf, options.local_addr, options.master_port) == ("", None, None)
 
 
+@pytest.mark.programs
 def test_torchrun_still_tells_when_hosts_have_met_and_ranks_are_stopped(tmp_path: Path) -> None:
     """Ranks fail twice: the second restart is allowed because a host is said to be lost."""
     heard: list[Any] = []
@@ -148,6 +152,7 @@ def test_torchrun_still_tells_when_hosts_have_met_and_ranks_are_stopped(tmp_path
     assert stop == again == "stop"
 
 
+@pytest.mark.programs
 def test_torchrun_still_stops_ranks_that_may_turn_out_to_be_done(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -162,6 +167,7 @@ def test_torchrun_still_stops_ranks_that_may_turn_out_to_be_done(
     assert ended == [[0, 0]]
 
 
+@pytest.mark.programs
 def test_torchrun_still_lets_a_host_leave() -> None:
     left: list[int] = []
 
@@ -179,6 +185,7 @@ def test_torchrun_still_lets_a_host_leave() -> None:
     assert left == [0]
 
 
+@pytest.mark.programs
 def test_torchrun_still_asks_the_handler_to_shut_down() -> None:
     closed: list[bool] = []
 

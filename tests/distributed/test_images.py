@@ -31,6 +31,7 @@ def filled_in(file: str, image: str = "") -> str:
     return done.stdout
 
 
+@pytest.mark.programs
 def test_dockerfiles_pass_hadolint(tmp_path):
     assert [path.name for path in DOCKERFILES] == ["cpu.Dockerfile", "cuda.Dockerfile"]
     for path in DOCKERFILES:
@@ -55,6 +56,7 @@ def test_what_a_dockerfile_copies_and_installs_exists(path):
     assert ("gpu" in extras) == (path.stem == "cuda")
 
 
+@pytest.mark.programs
 def test_launch_files_have_the_image_of_one_place():
     (image,) = re.findall(r"^IMAGE=(\S+)$", (ROOT / "launch/image.env").read_text(), re.M)
     assert image.endswith(f"/spmdrl:{PYPROJECT['version']}")
@@ -72,6 +74,7 @@ def test_launch_files_have_the_image_of_one_place():
     assert container["image"] == image
 
 
+@pytest.mark.programs
 def test_the_skypilot_file_starts_the_launcher_on_every_node(tmp_path):
     """Its script runs here as SkyPilot would run it on a node; python says what it is given."""
     task = yaml.safe_load(filled_in("launch/skypilot.yaml"))

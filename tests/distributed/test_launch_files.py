@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from ranks import free_port
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.run import parse_args
@@ -32,6 +31,8 @@ def jobset() -> dict[str, Any]:
 
 def as_published(given: dict[str, Any]) -> dict[str, Any]:
     """What is left of it in the models, which drop what they do not know."""
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
     model = JobsetV1alpha2JobSet.from_dict(given)
     assert model is not None
     return model.to_dict()
@@ -93,6 +94,7 @@ def test_kubernetes_file_agrees_with_itself(jobset):
     assert grace_s < options.shutdown_timeout < pod["terminationGracePeriodSeconds"]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("script", ["ppo.sbatch", "multinode.sh", "setup.sh"])
 def test_scripts_parse(script):
     subprocess.run(["bash", "-n", str(ROOT / "launch" / script)], check=True, timeout=10)
@@ -101,6 +103,7 @@ def test_scripts_parse(script):
 ROCM_SMI = "for gpu in 0 1 2; do printf 'GPU[%s]: Name: MI300X\\nGPU[%s]: ID: 0\\n' $gpu $gpu; done"
 
 
+@pytest.mark.programs
 def test_ranks_of_a_machine_with_amd_gpus_are_counted(tmp_path):
     """rocm-smi is a mock: no AMD GPU can be had here. python says what it is started with."""
     for name, script in (("rocm-smi", ROCM_SMI), ("python", 'echo "$@"')):
@@ -113,6 +116,7 @@ def test_ranks_of_a_machine_with_amd_gpus_are_counted(tmp_path):
     assert "--nnodes 2 --nproc-per-node 3 " in done.stdout, done.stderr
 
 
+@pytest.mark.programs
 def test_scripts_refuse_what_they_cannot_do():
     for script, args, words in (
         ("ppo.sbatch", [], "usage: sbatch launch/ppo.sbatch cfg.py"),
@@ -128,6 +132,7 @@ def test_scripts_refuse_what_they_cannot_do():
         assert words in done.stderr
 
 
+@pytest.mark.programs
 def test_one_variable_chooses_the_program(tmp_path):
     Path(tmp_path, "python").write_text('#!/bin/sh\necho "$@"\n')
     Path(tmp_path, "python").chmod(0o755)

@@ -30,6 +30,7 @@ except (MemoryError, OSError) as error:
 """
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("named", FAILS)
 def test_the_limit_is_named(tmp_path, named):
     limit, statement, cause = FAILS[named]

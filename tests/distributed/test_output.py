@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 PRINTS = """
 import os, sys, threading
 from spmdrl.distributed.output import keep_output

@@ -166,14 +166,17 @@ def on_terminal(script: str, rank: int = 0) -> str:
     return found
 
 
+@pytest.mark.programs
 def test_an_exception_leaves_no_line_on_the_terminal():
     assert on_terminal("PROGRESS.start('reading'); 1 / 0").endswith(f"reading ... 0 s{ERASE}")
 
 
+@pytest.mark.programs
 def test_lines_of_another_rank_replace_what_rank_0_has_drawn():
     assert on_terminal("PROGRESS.start('reading'); PROGRESS.line('a')", rank=2) == f"{ERASE}a\n"
 
 
+@pytest.mark.programs
 def test_a_fork_prints_while_the_thread_held_the_lock():
     script = """
 import os, threading, time

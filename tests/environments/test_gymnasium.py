@@ -35,6 +35,7 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
     )
 
 
+@pytest.mark.programs
 def test_a_sample_walks_over_the_lake(talk: Any, tokenizer: Any) -> None:
     [row] = episode_rows("FrozenLake-v1", [3], "Cross the lake.", LAKE)
     assert row["prompt"][0]["content"] == "Cross the lake.\n\n[S]FFF\nFHFH\nFFFH\nHFFG"
@@ -59,6 +60,7 @@ def test_a_sample_walks_over_the_lake(talk: Any, tokenizer: Any) -> None:
         assert "F[F]FH" in messages_of_sample(went_on, prompt, tokenizer)[8]["content"]
 
 
+@pytest.mark.programs
 def test_steps_have_their_rewards_in_the_run(talk: Any, tokenizer: Any) -> None:
     """Those of the turn that ends the episode, and of the last that there may be, too."""
     [row] = episode_rows("guess", [13], "Play.", {"most": 9}, make_guess, lambda text, _: text)
@@ -86,6 +88,7 @@ def test_steps_have_their_rewards_in_the_run(talk: Any, tokenizer: Any) -> None:
     assert "partial" not in round.by.lines()[0] and "GymnasiumEpisode" in round.by.lines()[0]
 
 
+@pytest.mark.programs
 def test_a_card_game_by_numbers(talk: Any, tokenizer: Any) -> None:
     [row] = episode_rows("Blackjack-v1", [5], "0: stick, 1: hit.")
     env = gymnasium.make("Blackjack-v1")
@@ -99,6 +102,7 @@ def test_a_card_game_by_numbers(talk: Any, tokenizer: Any) -> None:
     assert done and chat[-1]["reward"] == reward
 
 
+@pytest.mark.programs
 def test_each_data_source_has_its_environment(talk: Any, tokenizer: Any) -> None:
     """Which may be none."""
     sources = {"maths": double, "game": Untold, "plain": None}

@@ -21,6 +21,8 @@ from spmdrl.environments.mcp_connection import Connection, McpServer
 from spmdrl.rollout.multi_turn.conversation import Dialogue, TurnHandler
 from spmdrl.rollout.multi_turn.tools import Toolbox
 
+pytestmark = pytest.mark.programs
+
 SERVER = Path(__file__).parents[1] / "mcp_server.py"
 COMMAND = [sys.executable, str(SERVER)]
 OURS = {"SHOP": "ours"}

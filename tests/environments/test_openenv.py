@@ -28,6 +28,8 @@ from spmdrl.environments.openenv import (
     openenv_rows,
 )
 
+pytestmark = pytest.mark.programs
+
 SERVER = Path(__file__).parents[1] / "openenv_server.py"
 
 

@@ -28,6 +28,8 @@ from spmdrl.environments.verifiers import (
     verifiers_rows,
 )
 
+pytestmark = pytest.mark.programs
+
 TESTS = Path(__file__).parents[1]
 GAMES = TESTS / "environments"
 NOBODY = "http://127.0.0.1:9/v1"

@@ -223,6 +223,7 @@ for case in sys.argv[1:]:
 """
 
 
+@pytest.mark.programs
 def test_a_tenth_of_the_memory_of_all_logits():
     """Of a process, as the kernel counts it, beyond inputs, results and gradients.
 

@@ -242,6 +242,7 @@ def test_what_cannot_be_translated_is_said(
         translated(tmp_path / name)
 
 
+@pytest.mark.programs
 def test_the_command_writes_a_config_and_says_what_to_look_at(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SCRIPT.replace("$MODEL", "Qwen/Qwen3-8B"))
     command = [sys.executable, "-m", "spmdrl.translate"]

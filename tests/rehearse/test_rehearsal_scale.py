@@ -139,6 +139,7 @@ def test_a_failed_run_shows_its_end(tmp_path):
     assert "had not ended" in Outcome("2 steps", [], log, None, 600.0, tmp_path).lines()[0]
 
 
+@pytest.mark.programs
 def test_a_signal_ends_the_run_that_is_under_way():
     said: list[str] = []
     stopping = Stopping()

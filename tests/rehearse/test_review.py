@@ -98,6 +98,7 @@ def said(config, topology, tmp_path):
     return review_of
 
 
+@pytest.mark.programs
 def test_of_a_sound_config_nothing_is_said(said):
     assert said() == []
     assert said(reward=formatted) == []  # it asks for no ground truth, and tells nothing by it
@@ -122,6 +123,7 @@ BROKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_mistake_that_is_legal_is_named(said, name):
     changes, sentence = BROKEN[name]
@@ -133,6 +135,7 @@ def assert_says(found, sentence):
     assert re.search(sentence, found, re.DOTALL), found
 
 
+@pytest.mark.programs
 def test_mistakes_in_the_data_are_named(said, tmp_path):
     long = [{"prompt": "1" * 40, "answer": "1"} for _ in range(10)]
     (found,) = said(data={"train": write(tmp_path / "long.jsonl", ROWS + long)})
@@ -147,6 +150,7 @@ def test_mistakes_in_the_data_are_named(said, tmp_path):
     assert_says(found, "prompts begin with '<bos>' twice")
 
 
+@pytest.mark.programs
 def test_mistakes_in_the_chat_template_are_named(said, folder, tmp_path):
     chats = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
     data = {"train": write(tmp_path / "chats.jsonl", chats)}
@@ -166,6 +170,7 @@ def test_what_the_real_run_would_refuse_is_refused(said):
         said(algo={"mini_batches": 3})
 
 
+@pytest.mark.programs
 def test_a_run_that_its_gpus_cannot_hold_is_told(said):
     (found,) = said(gpu_gib=1.0)
     assert_says(found, "GiB")

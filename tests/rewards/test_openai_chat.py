@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from tiny_models import png
 
 from spmdrl.config import RewardConfig
@@ -42,6 +43,7 @@ def test_images_stand_where_the_policy_saw_them() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.programs
 def test_a_reward_is_given_images_only_where_it_names_them() -> None:
     """The functions are sent to worker processes as they are; those of this file would have them
     import it, and torch."""

@@ -128,6 +128,7 @@ ASSERTS = ["assert twice(2) == 4", "assert twice(0) == 0"]
 TWICE = "def twice(n):\n    return 2 * n"
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("program", "truth", "passed"),
     [
@@ -156,6 +157,7 @@ def test_the_reward_of_programs(server, program, truth, passed) -> None:
     assert not any(f"[{each}]" in asked["code"] for each in right)  # nothing to be copied
 
 
+@pytest.mark.programs
 def test_a_limit_is_a_result_and_tests_run_at_the_same_time(server) -> None:
     limits = replace(USUAL, wall_s=0.5, output_kib=1)
     tests, began = [b"1", b"2", b"3", b"4"], time.monotonic()
@@ -174,6 +176,7 @@ def test_a_limit_is_a_result_and_tests_run_at_the_same_time(server) -> None:
     assert [each.status for each in late] == ["time"] * 4
 
 
+@pytest.mark.programs
 def test_it_waits_for_room_and_asks_the_next_server(server) -> None:
     server.first = [429, 503, FAILED]
     [found] = run_tests_in(fusion(server), "print(6)", "run", [b""], USUAL, 60)
@@ -218,6 +221,7 @@ def sample_of(program: str) -> Sample:
     return Sample(prompt, 0, 0, [], [], [], [], "stop", fenced(program))
 
 
+@pytest.mark.programs
 def test_a_run_scores_with_it_and_a_failure_of_the_service_is_invalid(server) -> None:
     config = ppo_config("m", reward={"sums": "code"}, sandbox=fusion(server, retries=0))
     right, wrong, lost = (sample_of(f"print({k} * int(input()))") for k in (2, 3, 2))
@@ -233,6 +237,7 @@ def test_a_run_scores_with_it_and_a_failure_of_the_service_is_invalid(server) ->
     assert rewards_of(replace(config, sandbox=None)) == {"sums": "code"}
 
 
+@pytest.mark.programs
 def test_the_tool_is_the_same_to_the_policy(server) -> None:
     remote, sandbox = python_in(fusion(server)), fusion(server)
     assert remote("print(6 * 7)") == "42\n"
@@ -265,6 +270,7 @@ def absent(name: str) -> None:
     return None
 
 
+@pytest.mark.programs
 def test_a_server_is_tried_before_a_run(server) -> None:
     check_remote(fusion(server))
     assert len(server.asked) == 1
@@ -386,6 +392,7 @@ class ModalDouble:
         self.num_killed += 1
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("kind", ["e2b", "modal"])
 def test_a_response_has_one_sandbox_of_a_cloud(monkeypatch, kind) -> None:
     double: Any = E2bDouble([]) if kind == "e2b" else ModalDouble([])
@@ -403,6 +410,7 @@ def test_a_response_has_one_sandbox_of_a_cloud(monkeypatch, kind) -> None:
     assert slow.status == "time"
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("kind", ["e2b", "modal"])
 def test_a_cloud_without_room_is_asked_again_and_one_that_refuses_is_not(monkeypatch, kind) -> None:
     full = E2bDouble.RateLimitException("no") if kind == "e2b" else "ResourceExhaustedError"

@@ -91,6 +91,7 @@ def calls(*arguments: dict[str, Any]) -> str:
     )
 
 
+@pytest.mark.programs
 def test_a_tool_returns_images_in_several_forms(model: str, tokenizer: Any) -> None:
     """Each is a part of the message, and stands in the answer as its tokens; what cannot be shown
     is told to the policy as any failure of a tool."""
@@ -131,6 +132,7 @@ def test_a_tool_returns_images_in_several_forms(model: str, tokenizer: Any) -> N
     dialogue.close()
 
 
+@pytest.mark.programs
 def test_images_that_nobody_allowed_are_told(
     model: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -83,6 +83,7 @@ def test_placement_that_names_ranks_has_one_size(runtime, qwen3):
         check_sizes(require_sound, config, runtime)
 
 
+@pytest.mark.programs
 def test_the_dry_run_plans_the_memory_of_every_size(topology, qwen3, tmp_path, monkeypatch):
     write_task(tmp_path)
     data = DataConfig(str(tmp_path / "train.jsonl"), prompts_per_step=8, max_prompt_tokens=16)

@@ -69,6 +69,7 @@ def dry_run(folder: Path, program: str, config: Path, ranks: int, model: str, *a
 
 
 # the largest layers of a stage, of each rank's 16 experts or 16, and the stage's row of the table
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("name", "model", "ranks", "held", "data"),
     [

@@ -326,6 +326,7 @@ def program(*args):
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.programs
 def test_the_program_writes_both_files(run_dir):
     done = program(run_dir, "--steps", "2:3")
     assert done.returncode == 0, done.stderr
@@ -338,6 +339,7 @@ def test_the_program_writes_both_files(run_dir):
     assert sorted(p.name for p in (run_dir / "new").iterdir()) == ["five.json", "five.svg"]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from synthetic_runs import CHROMIUM, CHROMIUM_ARGS, metrics_row, start_server, write_run
 
+pytestmark = pytest.mark.programs
+
 if not Path(CHROMIUM).exists():
     pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium", allow_module_level=True)
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

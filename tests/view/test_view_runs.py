@@ -241,6 +241,7 @@ def test_errors_of_a_run_and_images_outside_of_it(folder: Path) -> None:
         assert Run(folder).samples.image(name) is None
 
 
+@pytest.mark.programs
 def test_the_server_wants_its_token_and_its_name(folder: Path) -> None:
     server, address = start_server([folder])
     host, _, token = address.removeprefix("http://").partition("/?token=")
@@ -284,6 +285,7 @@ def test_the_server_wants_its_token_and_its_name(folder: Path) -> None:
         assert server.wait(20) == 130
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

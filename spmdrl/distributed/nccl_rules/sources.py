@@ -5,14 +5,14 @@ whether a tensor is made on the CPU.
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -78,10 +78,17 @@ def backend_in(call: ast.Call | None) -> ast.expr | None:
 
 def call_at(frame: FrameType | None) -> ast.Call | None:
     """The call that a frame is in."""
-    place = inspect.getframeinfo(frame, context=0).positions if frame is not None else None
-    if frame is None or place is None:
+    if frame is None:
         return None
-    return calls_of(frame.f_code.co_filename).get(tuple(place))
+    return call_in(frame.f_code.co_filename, frame.f_code, frame.f_lasti)
+
+
+@lru_cache(None)
+def call_in(file: str, code: CodeType, instruction: int) -> ast.Call | None:
+    """Returns the call that an instruction is of. instruction: its offset in bytes."""
+    place = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    line, last_line, column, last_column = place
+    return calls_of(file).get((line, last_line, column, last_column))
 
 
 @lru_cache(None)

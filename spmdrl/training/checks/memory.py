@@ -224,7 +224,7 @@ def pipeline_stages(role: TrainConfig, shape: ModelShape) -> list[Stage]:
     """
     stages, chunks, tensor = role.pipeline_parallel, role.virtual_pipeline, role.tensor_parallel
     held, found = layers_by_stage(role, shape.text.num_hidden_layers), []
-    counted = [layer_parameters(shape, number) for number in range(shape.text.num_hidden_layers)]
+    counted = layer_parameters(shape)
     trains_mtp = shape.kind == "policy" and role.mtp_loss_scaling_factor > 0
     ahead = num_mtp_layers(shape.hf) if trains_mtp else 0
     for rank, layers in enumerate(held):
@@ -259,18 +259,23 @@ def layers_by_stage(role: TrainConfig, num_layers: int) -> list[tuple[int, ...]]
     return [tuple(numbers) for numbers in held]
 
 
-def layer_parameters(shape: ModelShape, number: int) -> tuple[int, int, int]:
-    """Returns the parameters of a layer that tensor parallelism cuts, those that it leaves whole,
-    and those of routed experts.
+def layer_parameters(shape: ModelShape) -> list[tuple[int, int, int]]:
+    """Returns for each layer the parameters that tensor parallelism cuts, those that it leaves
+    whole, and those of routed experts.
     """
-    text, whole, experts = shape.text, 0, 0
-    if sparse_layers(shape.hf)[number]:
-        whole += text.hidden_size * num_experts(shape.hf)
-        experts = shape.experts // sum(sparse_layers(shape.hf))
+    text, sparse = shape.text, sparse_layers(shape.hf)
+    experts = shape.experts // sum(sparse) if any(sparse) else 0
+    router = text.hidden_size * num_experts(shape.hf) if any(sparse) else 0
+    down = 0  # what latent attention projects down
     if getattr(text, "kv_lora_rank", None):
         down = text.kv_lora_rank + text.qk_rope_head_dim + (text.q_lora_rank or 0)
-        whole += text.hidden_size * down
-    return parameters_in(shape.language_layers[number]) - whole - experts, whole, experts
+    found = []
+    for number in range(text.num_hidden_layers):
+        whole = text.hidden_size * down + (router if sparse[number] else 0)
+        routed = experts if sparse[number] else 0
+        cut = parameters_in(shape.language_layers[number]) - whole - routed
+        found.append((cut, whole, routed))
+    return found
 
 
 def megatron_memory(

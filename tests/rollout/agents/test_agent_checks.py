@@ -129,6 +129,7 @@ TELL = (
 )
 
 
+@pytest.mark.programs
 def test_a_command_line_is_told_the_row_and_returns_its_last_line() -> None:
     words = ["{prompt}", "{index}", "{extra_info[path]}", "{{x}}", "{base_url}"]
     found = run([sys.executable, "-c", TELL.replace("{", "{{").replace("}", "}}"), *words])
@@ -139,6 +140,7 @@ def test_a_command_line_is_told_the_row_and_returns_its_last_line() -> None:
     assert json.loads(said[1]) == [given, f"{base}/v1", base, "the key", "5"]
 
 
+@pytest.mark.programs
 def test_a_program_that_fails_says_so_and_takes_its_children_with_it(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"status 3; its output: oh no"):
         run(["sh", "-c", "echo oh no; exit 3"])
@@ -152,6 +154,7 @@ def test_a_program_that_fails_says_so_and_takes_its_children_with_it(tmp_path: P
             time.sleep(0.01)
 
 
+@pytest.mark.programs
 def test_what_it_has_started_in_sessions_of_its_own_ends_with_it(tmp_path: Path) -> None:
     """Whether it ends or is given up, and whatever signals they ignore."""
     daemon = f"trap '' TERM; echo $$ > {tmp_path}/$SPMDRL_TRAJECTORY_ID; while :; do sleep 9; done"
@@ -184,6 +187,7 @@ def test_what_it_has_started_in_sessions_of_its_own_ends_with_it(tmp_path: Path)
         caller.close()
 
 
+@pytest.mark.programs
 def test_a_program_is_over_when_it_has_ended() -> None:
     """Whatever it leaves running, and whatever is written beside its result."""
     begun = time.monotonic()
