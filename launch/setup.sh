@@ -100,6 +100,8 @@ if [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$key" ]; then
     exit 0
 fi
 
+# it would be emptied, for whoever else uses it
+[ ! -L $venv ] || fail "$venv is a link to $(readlink $venv), which does not fit this checkout; remove the link"
 command -v "$python" >/dev/null || fail "no $python here; name one: make PYTHON=/path/to/python3.11"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "$("$python" --version) is too old: 3.11 or newer is needed; make PYTHON=python3.11"

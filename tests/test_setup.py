@@ -379,6 +379,19 @@ def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
     assert not Path(tmp_path, ".venv").exists()
 
 
+@pytest.mark.programs
+def test_setup_leaves_an_environment_behind_a_link_alone(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    Path(other, "kept").touch()
+    checkout = setup_copy(tmp_path)
+    Path(checkout, ".venv").symlink_to(other)
+    done = run_setup(checkout, Path(sys.executable))
+    assert done.returncode == 1
+    assert f".venv is a link to {other}" in done.stderr
+    assert Path(other, "kept").exists()
+
+
 ROCM_SMI = """
 for gpu in 0 1; do
     printf 'GPU[%s]\\t\\t: Device Name: \\t\\tAMD Instinct MI300X\\n' $gpu

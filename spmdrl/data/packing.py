@@ -252,8 +252,11 @@ def assign_to_ranks(
         prefix_lens = torch.zeros_like(prefix_lens)
     train_ranks: dict[Ranks, Tensor] = {}
     for ranks, shares in roles.items():
-        train_ranks[ranks] = torch.full((len(table),), ranks[0])
-        for mini in range(num_mini_batches) if len(ranks) > 1 else ():
+        if len(ranks) == 1:
+            train_ranks[ranks] = torch.full((len(table),), ranks[0])
+            continue
+        train_ranks[ranks] = torch.full((len(table),), -1)
+        for mini in range(num_mini_batches):
             members = (mini_batch_ids == mini).nonzero().flatten()
             prefixes = prefix_lens[members] if shares else torch.zeros_like(members)
             dealt = deal(place[members], table[members, 2], prefixes, len(ranks))

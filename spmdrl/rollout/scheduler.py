@@ -80,13 +80,15 @@ class Scheduler:
 
         reply_handler: on leaders; None: an answer has one turn. stop_condition: None: the round
         ends with the last request.
-        between_bursts: called on every rank after each burst in which a step was made. new_weights:
+        between_bursts: called on every rank after each burst in which a step was made, and by an
+        engine that completes its requests alone after each step; it draws no random numbers.
+        new_weights:
         on rank 0 at each of its boundaries; where it returns True, load_weights is called on every
         rank of every engine, at its next boundary and before the round is over. It replaces the
         weights, which makes the engine forget_prefixes, and sets engine.policy_version.
         """
         interventions = stop_condition, reply_handler, new_weights, until
-        if self.topology.world == 1 and interventions == (None, None, None, None):
+        if self.topology.world == 1 and all(each is None for each in interventions):
             return complete_alone(self.engine, requests, params, between_bursts)
         self.rounds += 1
         store = dist.PrefixStore(f"{self.prefix}/{self.rounds}", self.store)
@@ -214,7 +216,8 @@ def complete_alone(
 ) -> RoundResult:
     """Completes the requests on the only engine, of one rank, with nobody to reply or to stop it.
 
-    between_steps: called after each engine step.
+    between_steps: called after each engine step. It draws no random numbers, as those of the
+    process are set back behind the last step.
     """
     assert not engine.num_running + engine.num_waiting, "requests are still in the engine"
     engine.forget_prefixes()

@@ -234,7 +234,7 @@ def scored(roles: Roles, samples: list[Sample], source: PromptSource) -> list[Sa
 
 def check_scores(roles: Roles, samples: list[Sample]) -> None:
     """Makes samples invalid that lack a reward which the algorithm needs; sets their penalties."""
-    config, algo, keys = roles.config, roles.config.algo, roles.plan.reward_keys
+    config, algo, keys = roles.config, roles.config.algo, roles.algorithm.reward_keys
     if algo.dynamic_sampling_metric is not None:
         keys = (*keys, algo.dynamic_sampling_metric)
     if keys:
@@ -302,7 +302,7 @@ def keep_groups(
     function gave them, with the id of its prompt; those of demonstrations are not among them.
     """
     with roles.phases("reward", roles.sampling):
-        keys = roles.plan.reward_keys
+        keys = roles.algorithm.reward_keys
         rows = [
             [s.group, s.prompt.id, success_of(s), *rewards_of(s, keys, roles.config.algo)]
             for s in samples

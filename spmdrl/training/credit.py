@@ -22,6 +22,7 @@ from spmdrl.algo.advantages import (
     token_rewards,
     whiten,
 )
+from spmdrl.algo.algorithm import Algorithm
 from spmdrl.algo.correction import (
     correction_weights,
     mismatch_metrics,
@@ -40,7 +41,6 @@ from spmdrl.algo.losses import (
     trained_mask,
 )
 from spmdrl.algo.objectives import has_cut, kl_estimator_of
-from spmdrl.algo.plan import AlgoPlan
 from spmdrl.algo.selection import (
     clip_cov_candidates,
     covariance_moments,
@@ -115,13 +115,17 @@ class SampleTable:
 
 
 def add_advantages(
-    batches: list[Batch], config: PpoConfig, plan: AlgoPlan, kl_coef: float, topology: Topology
+    batches: list[Batch],
+    config: PpoConfig,
+    algorithm: Algorithm,
+    kl_coef: float,
+    topology: Topology,
 ) -> dict[str, float]:
     """Sets advantages, loss_weights and, with a critic, returns; metrics of the advantages.
 
     Statistics (of a group, of whitening, of the loss's divisor) are over all ranks' samples.
     """
-    algo, estimator = config.algo, plan.estimator
+    algo, estimator = config.algo, algorithm.estimator
     whole = concatenate(batches)
     if algo.reward_clip is not None:
         whole = replace(whole, rewards=whole.rewards.clamp(*algo.reward_clip))
@@ -139,10 +143,10 @@ def add_advantages(
     table = gather_samples(whole, mini, kl, process, coefs, topology, trajectories)
     returns = None
     if estimator.sees == "outcomes":
-        advantages, moments = advantages_of_outcomes(whole, table, plan, algo)
+        advantages, moments = advantages_of_outcomes(whole, table, algorithm, algo)
     else:
         tokens = tokens_of(whole, kl, process, coefs, table)
-        advantages, returns, moments = advantages_of_tokens(tokens, plan, topology)
+        advantages, returns, moments = advantages_of_tokens(tokens, algorithm, topology)
     metrics = moment_metrics(moments)
     metrics["advantage/all_zero"] = float(none_differs(metrics, estimator.whiten))
     if estimator.whiten and algo.whiten_over == "tokens":
@@ -151,7 +155,7 @@ def add_advantages(
     for i, (batch, part) in enumerate(zip(batches, advantages.split(sizes), strict=True)):
         batch.advantages = part
         batch.returns = None if returns is None else returns.split(sizes)[i]
-    add_loss_weights(batches, table, config, plan, topology)
+    add_loss_weights(batches, table, config, algorithm, topology)
     if in_reward:
         num_tokens = table.outcomes.lengths.sum().clamp(min=1)
         metrics["reward/kl"] = float(table.kl.sum() / num_tokens)
@@ -161,30 +165,30 @@ def add_advantages(
 
 
 def advantages_of_outcomes(
-    batch: Batch, table: SampleTable, plan: AlgoPlan, algo: AlgoConfig
+    batch: Batch, table: SampleTable, algorithm: Algorithm, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
     """Returns the advantage of each token of this rank, (num_tokens,), that of its sample, and
     `token_moments` of all ranks' before any whitening over tokens.
     """
     valid, lengths = table.outcomes.valid, table.outcomes.lengths
-    per_sample = plan.advantage(table.outcomes) * valid
+    per_sample = algorithm.advantage(table.outcomes) * valid
     moments = sample_moments(per_sample, lengths)
-    if plan.estimator.whiten and algo.whiten_over == "samples":
+    if algorithm.estimator.whiten and algo.whiten_over == "samples":
         per_sample = whiten(per_sample, valid, sample_moments(per_sample, valid))
     own = segment_expand(per_sample[table.rows].float(), batch.seq_lens)
     return own * batch.loss_mask, moments
 
 
 def advantages_of_tokens(
-    tokens: Tokens, plan: AlgoPlan, topology: Topology
+    tokens: Tokens, algorithm: Algorithm, topology: Topology
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns the advantages, with a critic the returns, (num_tokens,) each, and `token_moments` of
     all ranks' advantages. Collective.
     """
-    if plan.estimator.token_sums:
-        tokens = with_group_sums(tokens, plan.estimator.by_turn, topology)
-    advantages, returns = plan.advantage(tokens), None
-    if plan.estimator.critic:
+    if algorithm.estimator.token_sums:
+        tokens = with_group_sums(tokens, algorithm.estimator.by_turn, topology)
+    advantages, returns = algorithm.advantage(tokens), None
+    if algorithm.estimator.critic:
         advantages, returns = advantages
     return advantages, returns, summed(token_moments(advantages, tokens.mask), topology)
 
@@ -331,7 +335,11 @@ def none_differs(metrics: dict[str, float], whitened: bool) -> bool:
 
 
 def add_loss_weights(
-    batches: list[Batch], table: SampleTable, config: PpoConfig, plan: AlgoPlan, topology: Topology
+    batches: list[Batch],
+    table: SampleTable,
+    config: PpoConfig,
+    algorithm: Algorithm,
+    topology: Topology,
 ) -> None:
     """Sets loss_weights and, where they are asked for, nll_weights and the top-entropy mask."""
     algo = config.algo
@@ -340,7 +348,7 @@ def add_loss_weights(
         mine = (table.mini == i).double()
         counted = mine if algo.seq_mean_over == "all" else (table.num_kept > 0) * mine
         counts = torch.stack([(table.num_kept * mine).sum(), counted.sum()])
-        batch.loss_weights = plan.aggregate(
+        batch.loss_weights = algorithm.aggregate(
             trained_mask(batch), batch.seq_lens, counts, norm_length
         )
         if algo.positive_nll_coef:
@@ -350,7 +358,7 @@ def add_loss_weights(
             batch.nll_weights = right * batch.loss_mask / total
         if algo.top_entropy_fraction < 1:
             choose_top_entropy(batch, algo.top_entropy_fraction * float(counts[0]), topology)
-    if config.agent is not None and plan.aggregate is seq_mean_token_mean:
+    if config.agent is not None and algorithm.aggregate is seq_mean_token_mean:
         weigh_by_trajectory(batches, table)
 
 

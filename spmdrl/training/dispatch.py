@@ -142,7 +142,7 @@ def exchange_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
                 (assignment, step_info), roles.training.control
             )
         assert assignment is not None
-        num_keys, routing = len(roles.plan.reward_keys), roles.routing
+        num_keys, routing = len(roles.algorithm.reward_keys), roles.routing
         width = support_width(roles.config.rollout)
         batches = {
             ranks: receive_batch(
@@ -187,7 +187,7 @@ def empty_batches(roles: Roles, trainer: Trainer, num_mini_batches: int) -> list
     return [
         empty_batch(
             nothing,
-            len(roles.plan.reward_keys),
+            len(roles.algorithm.reward_keys),
             per_turn=roles.config.rewards.per_turn and of_samples,
             routing=roles.routing if of_samples else None,
             reply_images=roles.reply_images is not None,
@@ -214,7 +214,7 @@ def assign_and_pack(
     config, sampling = roles.config, roles.sampling
     metrics = rollout_metrics(roles, rollout)
     samples = sorted(rollout.samples, key=lambda s: (s.group, s.index))
-    if roles.plan.weighs_pairs:
+    if roles.algorithm.weighs_pairs:
         samples, of_pairs = keep_pairs(samples, config, sampling)
         metrics |= of_pairs
     if config.agent is not None:
@@ -236,9 +236,7 @@ def assign_and_pack(
         )
         batch = packed(roles, [samples[i] for i in order.tolist()])
     ranks = roles.actor.ranks
-    metrics["balance/imbalance"] = float(assignment.num_seqs > 0)  # one rank's work is the mean
-    if len(ranks) > 1:
-        metrics["balance/imbalance"] = assignment.imbalance(ranks, roles.trainer_ranks[ranks])
+    metrics["balance/imbalance"] = assignment.imbalance(ranks, roles.trainer_ranks[ranks])
     return batch, assignment, {"metrics": metrics | rollout.metrics, **rollout.step_info}
 
 
@@ -257,7 +255,7 @@ def rollout_metrics(roles: Roles, rollout: RolloutResult) -> dict[str, float]:
             rollout.all_samples, config.rollout.n, rollout.num_sampled, sampling
         )
     check_invalid(rollout.all_samples, config.rewards, sampling)
-    if roles.plan.estimator.groups:
+    if roles.algorithm.estimator.groups:
         equal = rollout.num_equal / max(rollout.num_sampled, 1)
         metrics["reward/frac_reward_zero_std"] = equal  # TRL's name for it
     if algo.dynamic_sampling:
@@ -270,7 +268,7 @@ def packed(roles: Roles, samples: list[Sample]) -> Batch:
     """Returns one Batch of the samples, with the fields that the config asks for."""
     config = roles.config
     batch = pack_samples(
-        samples, roles.plan.reward_keys, config.rewards.per_turn, roles.routing,
+        samples, roles.algorithm.reward_keys, config.rewards.per_turn, roles.routing,
         support_width(config.rollout),
     )  # fmt: skip
     if roles.reply_images is not None and roles.replay is None:

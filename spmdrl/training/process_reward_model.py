@@ -15,7 +15,8 @@ def update_process_reward_model(roles: Roles, batches: TrainBatches) -> None:
     """Sets prm_logprobs, then makes the model learn from the outcomes of the same samples, and
     gives prm_logprobs to the actor.
 
-    Needs ref_logprobs. Ranks without the model or the reference pass through.
+    Needs ref_logprobs. The actor's ranks wait for prm_logprobs; ranks with none of the three roles
+    pass through.
     """
     prm, config = roles.prm, roles.config
     assert prm is not None and roles.ref is not None

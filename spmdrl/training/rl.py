@@ -187,8 +187,11 @@ def held_out_metrics(run: RlRun, step: int, log: RunLog) -> dict[str, float]:
     roles = run.roles
     metrics: dict[str, float] = {}
     if roles.sampling.here:
-        show = (partial(show_samples, run, f"eval_{step}"),) if run.config.log_samples > 0 else ()
-        metrics = evaluate(roles, run.held_out, step, *show)
+        if run.config.log_samples > 0:
+            show = partial(show_samples, run, f"eval_{step}")
+            metrics = evaluate(roles, run.held_out, step, show)
+        else:
+            metrics = evaluate(roles, run.held_out, step)
     # the rank that logs may not sample
     with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
         metrics = broadcast_object(metrics, roles.topology.control, roles.sampling.ranks[0])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdrl.algo.plan import AlgoPlan
+from spmdrl.algo.algorithm import Algorithm
 from spmdrl.config import PpoConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.data.routing import Routing
@@ -125,13 +125,14 @@ class Roles:
     hints: HintedPrompts | None = None  # where the teacher sees hints
     routes: TeacherRoutes | None = None  # where there are several teachers
     adapter_routes: AdapterRoutes | None = None  # where the actor has several adapters
-    plan: AlgoPlan = field(init=False)  # what config.algo asks of a step
+    algorithm: Algorithm = field(init=False)  # what config.algo asks of a step
 
     def __post_init__(self) -> None:
         self.set_config(self.config)
 
     def set_config(self, config: PpoConfig) -> None:
-        self.config, self.plan = config, AlgoPlan.of(config.algo)
+        """Replaces the config, and with it what follows from its algorithm."""
+        self.config, self.algorithm = config, Algorithm.of(config.algo)
 
     @property
     def sleeps(self) -> bool:

@@ -24,7 +24,7 @@ from spmdrl.training.process_reward_model import update_process_reward_model
 from spmdrl.training.push_weights import push_weights
 from spmdrl.training.reference_sync import sync_reference
 from spmdrl.training.roles import Roles, train
-from spmdrl.training.staleness import keeps_samples, staleness
+from spmdrl.training.staleness import staleness
 from spmdrl.training.teacher_logprobs import (
     ask_teachers,
     compute_ref_logprobs,
@@ -98,8 +98,8 @@ def compute_old_logprobs(roles: Roles, batches: TrainBatches) -> None:
     if algo.correction.bypass:
         for batch in batches.of(actor):
             batch.old_logprobs = batch.rollout_logprobs
-    elif roles.plan.needs_old_logprobs:
-        token_sums = roles.plan.estimator.token_sums
+    elif roles.algorithm.needs_old_logprobs:
+        token_sums = roles.algorithm.estimator.token_sums
         with roles.phases("old_logprobs", actor.topology):
             actor.model.onload()
             for batch in PROGRESS.each(batches.of(actor), "mini-batches"):
@@ -112,7 +112,7 @@ def compute_advantages(roles: Roles, batches: TrainBatches, step: int) -> None:
 
     The actor's ranks do it, with statistics over all of them.
     """
-    actor, config, plan = roles.actor, roles.config, roles.plan
+    actor, config, algorithm = roles.actor, roles.config, roles.algorithm
     if roles.ref is not None or roles.routes is not None:
         send_teachers_logprobs(roles, batches)
     if roles.critic is not None:
@@ -120,15 +120,13 @@ def compute_advantages(roles: Roles, batches: TrainBatches, step: int) -> None:
     if actor.here:
         with roles.phases("advantages", actor.topology):
             own, metrics = batches.of(actor), batches.metrics
-            metrics |= {"staleness/mean": 0.0, "staleness/max": 0.0}  # all were sampled anew
-            if config.async_steps > 0 or keeps_samples(config):
-                metrics |= staleness(roles, own, step)
-            if plan.corrects_before_update:
+            metrics |= staleness(roles, own, step)
+            if algorithm.corrects_before_update:
                 metrics |= add_correction(own, config.algo, actor.topology)
-            if plan.weighs_pairs:
+            if algorithm.weighs_pairs:
                 metrics |= prepare_pairs(own, actor.topology)
             else:
-                metrics |= add_advantages(own, config, plan, roles.kl_coef, actor.topology)
+                metrics |= add_advantages(own, config, algorithm, roles.kl_coef, actor.topology)
     if roles.critic is not None:
         send_to_role(roles, batches, ("returns", "loss_weights"), actor, roles.critic)
 
@@ -147,26 +145,26 @@ def update_critic(roles: Roles, batches: TrainBatches) -> None:
 
 def update_actor(roles: Roles, batches: TrainBatches, step: int) -> None:
     """Trains the policy on the advantages."""
-    actor, config, plan = roles.actor, roles.config, roles.plan
+    actor, config, algorithm = roles.actor, roles.config, roles.algorithm
     if not actor.here:
         return
     with roles.phases("update_actor", actor.topology):
         actor.model.onload()
-        loss_fn = plan.objective
-        if plan.adapts:
+        loss_fn = algorithm.objective
+        if algorithm.adapts:
             loss_fn = policy_objective(config.algo, roles.kl_coef, entropy_bonus(roles))
         if batches.recorder.wanted:
             loss_fn = batches.recorder.watch(loss_fn)
-        before = before_update(roles, step) if plan.selects or plan.weighs_pairs else None
+        before = before_update(roles, step) if algorithm.selects or algorithm.weighs_pairs else None
         updates = train(actor, batches.of(actor), loss_fn, config, config.algo.epochs, before)
         if config.algo.demonstrations:
             take_shares(updates)
-        if plan.corrects_in_update:
+        if algorithm.corrects_in_update:
             batches.metrics |= take_mismatch(updates)
         batches.metrics |= {f"actor/{name}": value for name, value in updates.items()}
         if config.strict:
             require_equal(batches.metrics, step)
-    if plan.adapts:
+    if algorithm.adapts:
         batches.metrics |= adapt(roles, batches.metrics, num_samples=batches.assignment.num_seqs)
 
 
@@ -190,7 +188,7 @@ def before_update(roles: Roles, step: int) -> Callable[[Batch, int], dict[str, f
         if update > 0 or logprobs is None or config.algo.correction.bypass:
             stats = actor.model.logprobs(batch, roles.temperature, images=actor.images)
             logprobs = stats.logprobs
-        if roles.plan.weighs_pairs:
+        if roles.algorithm.weighs_pairs:
             return weigh_pairs(batch, logprobs, config, actor.topology)
         batch.selected_mask = select_tokens(batch, logprobs, config, step, update, actor.topology)
         return {}

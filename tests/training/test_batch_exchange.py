@@ -135,7 +135,7 @@ def test_balance_keeps_every_sample_whole_and_once(runs):
 
 def few_on(topology, estimator):
     """Two samples on three ranks."""
-    from spmdrl.algo.plan import AlgoPlan
+    from spmdrl.algo.algorithm import Algorithm
     from spmdrl.config import AlgoConfig, DataConfig, PpoConfig
     from spmdrl.training.credit import add_advantages
 
@@ -143,8 +143,8 @@ def few_on(topology, estimator):
     mine = [make_sample(0, i) for i in range(2)] if topology.rank == 0 else []
     batches = dealt(topology, mine, 1)[1][topology.ranks]
     batches[0].values = batches[0].loss_mask * 0.5
-    plan = AlgoPlan.of(config.algo)
-    return batches[0].num_seqs, add_advantages(batches, config, plan, 0.0, topology)
+    algorithm = Algorithm.of(config.algo)
+    return batches[0].num_seqs, add_advantages(batches, config, algorithm, 0.0, topology)
 
 
 def test_fewer_samples_than_ranks(runs):

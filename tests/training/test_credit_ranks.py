@@ -10,7 +10,7 @@ import torch
 from golden_batches import batch_of, flat, random_trajectories
 from ranks import run_calls
 
-from spmdrl.algo.plan import AlgoPlan
+from spmdrl.algo.algorithm import Algorithm
 from spmdrl.config import (
     AlgoConfig,
     CorrectionConfig,
@@ -124,7 +124,7 @@ def estimates_on(topology, cases):
             if config_of(case).algo.correction.level != "off":
                 add_correction(parts, config_of(case).algo, topology)
             metrics = add_advantages(
-                parts, config_of(case), AlgoPlan.of(config_of(case).algo), 0.0, topology
+                parts, config_of(case), Algorithm.of(config_of(case).algo), 0.0, topology
             )
             advantages = torch.cat([p.advantages for p in parts])
             returns = None if parts[0].returns is None else torch.cat([p.returns for p in parts])
@@ -260,7 +260,7 @@ def per_turn_on(topology):
             batch.pi_squared = known.pi_squared
             bounds = torch.arange(len(mine)).tensor_split(topology.world + 1)  # mini-batches
             parts = [batch.select(part.tolist()) for part in bounds]
-            metrics = add_advantages(parts, config, AlgoPlan.of(config.algo), 0.0, topology)
+            metrics = add_advantages(parts, config, Algorithm.of(config.algo), 0.0, topology)
             advantages = torch.cat([p.advantages for p in parts])
             returns = None if parts[0].returns is None else torch.cat([p.returns for p in parts])
             results[case, seed] = (mine, advantages, returns, metrics)
@@ -358,7 +358,7 @@ def kl_in_reward_on(topology):
     mine = list(range(topology.rank, len(trs), topology.world))
     batch = batch_of(trs).select(mine)
     batch.prm_logprobs = None
-    metrics = add_advantages([batch], replace(BASE, algo=algo), AlgoPlan.of(algo), 0.3, topology)
+    metrics = add_advantages([batch], replace(BASE, algo=algo), Algorithm.of(algo), 0.3, topology)
     return mine, batch.advantages, metrics
 
 
@@ -388,7 +388,7 @@ def kept_of_the_counts_on(topology):
             batch = batch_of(trs).select(list(range(topology.rank, len(trs), topology.world)))
             batch.prm_logprobs = None
             add_correction([batch], algo, topology)
-            add_advantages([batch], replace(BASE, algo=algo), AlgoPlan.of(algo), 0.0, topology)
+            add_advantages([batch], replace(BASE, algo=algo), Algorithm.of(algo), 0.0, topology)
             assert torch.equal(batch.loss_weights > 0, batch.kept_mask > 0)
             sums[name, over] = float(batch.loss_weights.sum())
     return sums

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl.algo.plan import AlgoPlan
+from spmdrl.algo.algorithm import Algorithm
 from spmdrl.config import AlgoConfig, ConfigError, DataConfig, PpoConfig, RolloutConfig
 from spmdrl.data.packing import pack_samples
 from spmdrl.data.prompt_order import PromptOrder, epoch_permutation
@@ -152,7 +152,7 @@ def test_a_prompt_that_is_left_and_comes_again_in_a_new_epoch_makes_two_groups(
 
     def by_sample(**changes: Any) -> list[float]:
         config = replace(roles.config, algo=replace(roles.config.algo, **changes))
-        add_advantages([batch], config, AlgoPlan.of(config.algo), 0.0, engine.topology)
+        add_advantages([batch], config, Algorithm.of(config.algo), 0.0, engine.topology)
         assert batch.advantages is not None
         return batch.advantages[batch.cu_seqlens[1:] - 1].tolist()
 
@@ -172,7 +172,7 @@ def test_groups_are_unequal_by_the_number_that_is_asked_for(engine: HfEngine) ->
     def kept(**algo: Any) -> list[float]:
         config = replace(CONFIG, algo=AlgoConfig(dynamic_sampling=2, **algo))
         roles: Any = SimpleNamespace(
-            config=config, plan=AlgoPlan.of(config.algo), sampling=engine.topology,
+            config=config, algorithm=Algorithm.of(config.algo), sampling=engine.topology,
             phases=lambda *_: nullcontext(),
         )  # fmt: skip
         result = RolloutResult([], 0, [])

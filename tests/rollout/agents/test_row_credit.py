@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl.algo.plan import AlgoPlan
+from spmdrl.algo.algorithm import Algorithm
 from spmdrl.config import AlgoConfig, DataConfig, PpoConfig, RewardConfig, RolloutConfig
 from spmdrl.data.packing import pack_samples
 from spmdrl.distributed.topology import Topology
@@ -81,7 +81,7 @@ def credited(
 ) -> Batch:
     batch = pack_samples(samples, per_turn=per_turn)
     batch.old_logprobs = batch.rollout_logprobs
-    add_advantages([batch], config, AlgoPlan.of(config.algo), 0.0, alone)
+    add_advantages([batch], config, Algorithm.of(config.algo), 0.0, alone)
     return batch
 
 

@@ -23,7 +23,7 @@ from spmdrl.config import AlgoConfig
 
 
 @dataclass(frozen=True)
-class AlgoPlan:
+class Algorithm:
     """The functions of the algorithm with the options of the config, and what the step must do
     around them.
     """
@@ -41,7 +41,7 @@ class AlgoPlan:
     corrects_in_update: bool  # or from the update's own log-probabilities
 
     @classmethod
-    def of(cls, algo: AlgoConfig) -> AlgoPlan:
+    def of(cls, algo: AlgoConfig) -> Algorithm:
         return cls(
             estimator=estimator_of(algo),
             advantage=advantage_of(algo),
