@@ -118,7 +118,8 @@ def programs_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     started = STARTED.copy()
     STARTED.clear()
     if not NOT_QUICK & {mark.name for mark in request.node.iter_markers()}:
-        assert not started, f"give the test the marker `programs`, as it has started {started}"
+        what = [command[:200] for command in started]
+        assert not what, f"give the test the marker `programs`, as it has started {what}"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,6 +19,8 @@ import pytest
 import session
 import session_table
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (
     f"# Page\n\nbefore\n\n{session_table.BEGIN}\n\nan old table\n\n{session_table.END}\n\nafter\n"
@@ -88,7 +90,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.programs
 def test_no_part_stops_the_others(folder: Path) -> None:
     found = json.loads(Path(folder, "results.json").read_text())["parts"]
     ended = {name: result["result"] for name, result in found.items()}
@@ -107,7 +108,6 @@ def test_no_part_stops_the_others(folder: Path) -> None:
     assert "were left, and it wants 400" in found["long"]["why"]
 
 
-@pytest.mark.programs
 def test_a_part_that_hangs_shows_where_and_leaves_no_process(folder: Path) -> None:
     found = json.loads(Path(folder, "results.json").read_text())["parts"]["hangs"]
     assert 4 <= found["seconds"] < 20 and found["figures"] == {"begun": 1}
@@ -148,7 +148,6 @@ def call(*args: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, text=True, capture_output=True, timeout=timeout_s)
 
 
-@pytest.mark.programs
 def test_the_list_has_every_part_with_a_command_that_exists() -> None:
     lines = call("--list").stdout.splitlines()
     assert [line.split()[0] for line in lines] == [part.name for part in session.PARTS]
@@ -204,7 +203,6 @@ def test_ranks_share_what_there_are_too_few_of(tmp_path: Path) -> None:
     assert session.to_share_gpus(args, "python", amd, tmp_path) == want
 
 
-@pytest.mark.programs
 def test_a_newer_nccl_is_put_before_the_old_one(tmp_path: Path) -> None:
     """The library is a mock of NCCL, which needs a GPU's driver: it only tells its version."""
     source = Path(tmp_path, "nccl.c")

@@ -359,7 +359,8 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
             f"{EXPERT}.linear_fc1.weight": StackedGateUp("mlp.experts.gate_up_proj"),
             f"{EXPERT}.linear_fc2.weight": StackedColumns("mlp.experts.down_proj"),
         },
-        SILU | QWEN_EXPERTS | {"head_dim": ANY, "attention_bias": (False,)},
+        SILU | {name: values for name, values in QWEN_EXPERTS.items() if name != "norm_topk_prob"}
+        | {"head_dim": ANY, "attention_bias": (False,)},
         # its probabilities sum to 1 whatever norm_topk_prob says
         lambda hf: qwen_experts(hf) | {"qk_layernorm": True, "moe_router_pre_softmax": False},
         mrope=Mrope(in_turn, (24, 20, 20)),
