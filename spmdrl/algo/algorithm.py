@@ -1,4 +1,4 @@
-"""What the config's algorithm asks of a step. It is worked out once, before the first step."""
+"""Works out what the config's algorithm asks of a step, once, before the first step."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def vectors_of(model: Any, scene: ImageInputs) -> tuple[Tensor, list[Tensor]]:
 
 
 def end_to_end(vectors: Tensor | Sequence[Tensor]) -> Tensor:
-    """Those of all images as (image tokens, hidden_size)."""
+    """Returns the vectors of all images as (image tokens, hidden_size)."""
     return vectors.flatten(0, -2) if isinstance(vectors, Tensor) else torch.cat(list(vectors))
 
 
@@ -168,7 +168,7 @@ def end_to_end(vectors: Tensor | Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Deepstack:
-    """What is added to the states of a micro-batch behind the first layers.
+    """Holds what is added to the states of a micro-batch behind the first layers.
 
     rows: (n,) int64, of the states of this tensor rank; vectors: of each layer (n, hidden_size).
     """
