@@ -24,6 +24,8 @@ from spmdrl.engines.megatron.hf_mapping import Folder
 from spmdrl.engines.megatron.towers import language_part, own_name
 from spmdrl.hub.hf_folder import keep_tower, load_hf_config
 from spmdrl.training.checks.common import check_megatron, check_vision
+from spmdrl.training.checks.memory import memory_of
+from spmdrl.training.checks.model_shape import shape_of
 from spmdrl.weights.boxes import view, whole
 from spmdrl.weights.checkpoint_names import (
     as_published,
@@ -281,6 +283,34 @@ def test_what_is_not_trained_beside_its_tower_is_refused(tmp_path: Path) -> None
     config.save_pretrained(qwen)
     with pytest.raises(ConfigError, match="not trained beside a tower for images"):
         check_megatron("actor", next_tokens, qwen, 1)
+
+
+def test_fp8_blocks_of_stacked_experts_are_refused(folder: Path, tmp_path: Path) -> None:
+    keep_tower(model := str(folder / "qwen3_vl_moe"))
+    config = load_hf_config(model)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.save_pretrained(tmp_path)
+    keep_tower(str(tmp_path))
+    role = dataclasses.replace(CONFIG, engine="megatron")
+    check_megatron("actor", role, model, 1)
+    with pytest.raises(ConfigError, match="reads no FP8 blocks of 'qwen3_vl_moe_text'"):
+        check_megatron("actor", role, str(tmp_path), 1)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_memory_of_a_model_with_a_tower_is_planned(folder: Path, kind: str) -> None:
+    """Of each family: all of its parameters, and without gradients of a frozen tower."""
+    keep_tower(model := str(folder / kind))
+    role = dataclasses.replace(CONFIG, engine="megatron")
+    trained = memory_of("actor", role, model, 1)
+    frozen = memory_of("actor", dataclasses.replace(role, freeze_vision=True), model, 1)
+    shape = shape_of(model)
+    towers = sum(p.numel() for tower in shape.towers for p in tower.parameters())
+    assert trained.parameters == trained.trainable == shape.count
+    assert trained.weights == frozen.weights
+    assert frozen.trainable == shape.count - towers
+    assert (trained.gradients - frozen.gradients) * 2**30 == pytest.approx(4 * towers)
+    assert frozen.adam < trained.adam
 
 
 def test_experts_are_read_as_they_are_published(folder: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from spmdrl.engines.megatron import compat, lora
 from spmdrl.engines.megatron.inputs import Inputs, inputs_of
 from spmdrl.engines.megatron.mtp import mtp_logprobs
 from spmdrl.engines.megatron.parts import Parts
-from spmdrl.engines.megatron.vision import embedded, looking_ahead, rotary_positions
+from spmdrl.engines.megatron.vision import embedded, looking_ahead, passing, rotary_positions
 from spmdrl.engines.micro_batches import (
     MicroBatch,
     add_metrics,
@@ -282,7 +282,7 @@ class MegatronEngine:
         def forward(batches: Iterator[Inputs], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             now = next(batches)
             mask = causal_mask(now.token_ids) if now.packed is None else None
-            with self._replaying(chunk, now, forward_only):
+            with passing(inputs, now, forward_only), self._replaying(chunk, now, forward_only):
                 out = chunk(
                     now.token_ids, self._positions(now, images), mask,
                     decoder_input=embedded(chunk, now, images, parts.cut),

@@ -48,7 +48,8 @@ class GroupedExperts(SequentialMLP):
         ):
             output, _ = super().forward(rows, tokens_per_expert, probs)
             return output, None
-        output, bias = MlpOfAll(self.local_experts, tokens_per_expert.to(rows.device))(rows, probs)
+        counts = tokens_per_expert.to(rows.device)
+        output, bias = MlpOfAll(self.local_experts, counts, len(rows))(rows, probs)
         if bias is not None:
             output = (output + bias * probs.unsqueeze(-1)).to(output.dtype)
         return output, None
@@ -85,11 +86,12 @@ class MlpOfAll:
     expert. The bias of the second layer is returned for each token, (tokens, hidden), or as None.
     """
 
-    def __init__(self, experts: Any, counts: Tensor) -> None:
-        """experts: MLPs of one kind; counts: (experts,) int64, tokens of each, on their device."""
+    def __init__(self, experts: Any, counts: Tensor, num_rows: int) -> None:
+        """experts: MLPs of one kind; counts: (experts,) int64, tokens of each, on their device;
+        num_rows: of all, which the device need not be asked for."""
         self.config, self.activation_func = experts[0].config, experts[0].activation_func
-        self.linear_fc1 = LinearOfAll([expert.linear_fc1 for expert in experts], counts)
-        self.second = LinearOfAll([expert.linear_fc2 for expert in experts], counts)
+        self.linear_fc1 = LinearOfAll([expert.linear_fc1 for expert in experts], counts, num_rows)
+        self.second = LinearOfAll([expert.linear_fc2 for expert in experts], counts, num_rows)
 
     def __call__(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
         output, _ = MLP.forward(self, rows, per_token_scale=probs)
@@ -103,10 +105,10 @@ class MlpOfAll:
 class LinearOfAll:
     """A linear layer of each of a rank's experts, for rows that are ordered by expert."""
 
-    def __init__(self, layers: list[Any], counts: Tensor) -> None:
+    def __init__(self, layers: list[Any], counts: Tensor, num_rows: int) -> None:
         self.weights = [layer.weight for layer in layers]  # (out, in) each
         self.biases = [] if layers[0].bias is None else [layer.bias for layer in layers]
-        self.counts = counts
+        self.counts, self.num_rows = counts, num_rows
         self.ends = counts.cumsum(0).to(torch.int32)
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -120,7 +122,8 @@ class LinearOfAll:
     def bias_of_rows(self) -> Tensor | None:
         if not self.biases:
             return None
-        return torch.stack(self.biases).repeat_interleave(self.counts, dim=0)
+        each = torch.stack(self.biases)
+        return each.repeat_interleave(self.counts, dim=0, output_size=self.num_rows)
 
 
 class GroupedProduct(torch.autograd.Function):
@@ -145,5 +148,8 @@ class GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_rows = grouped_mm(grad, torch.stack(weights), offs=ends)
         if any(ctx.needs_input_grad[2:]):
-            of_weights = grouped_mm(grad.mT, rows, offs=ends).unbind()
+            found = grouped_mm(grad.mT, rows, offs=ends)
+            # of an expert without tokens, whatever a kernel leaves there
+            found.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+            of_weights = found.unbind()
         return of_rows, None, *of_weights

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from spmdrl.config import ConfigError
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.model import RewardHead, ValueHead, layer_numbers
-from spmdrl.engines.megatron.splits import DimensionSplit, HfSlice, Place, Whole
+from spmdrl.engines.megatron.splits import DimensionSplit, HfSlice, Place, StackedGateUp, Whole
 from spmdrl.engines.megatron.towers import is_of_tower, own_name, seeing_config, stored_name
 from spmdrl.hub.quantized_weights import (
     BLOCKS,
@@ -36,6 +36,19 @@ from spmdrl.hub.quantized_weights import (
 )
 from spmdrl.weights.boxes import Box, sizes
 from spmdrl.weights.checkpoint_names import published_shape
+
+
+def check_stacked_experts(whole: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    """Raises ConfigError where FP8 blocks would have to be read out of a tensor of all experts.
+
+    whole: the config of the model's files; text: of its language model.
+    """
+    names = FAMILIES[text.model_type].names.values()
+    if is_fp8(whole) and any(isinstance(split, StackedGateUp) for split in names):
+        raise ConfigError(
+            f"engine megatron reads no FP8 blocks of {text.model_type!r}, whose experts are one "
+            "tensor: convert the model to bfloat16 first"
+        )
 
 
 def pieces(chunk: Any, hf_config: PreTrainedConfig) -> Iterator[tuple[str, Tensor, list[HfSlice]]]:

@@ -4,7 +4,8 @@ The tower is transformers' own modules, of the first stage's chunk by the names 
 transformers (towers.py). It is whole on each of the stage's tensor and context ranks. They all pass
 it with all images of a micro-batch, and each takes the vectors of its own tokens.
 
-    no sequence parallelism   the tensor ranks have all tokens and so the same gradient of the tower
+    no sequence parallelism   the tensor ranks have all tokens and the same gradient of the tower,
+                              averaged since kernels of GPUs add in any order
     sequence parallelism      each has the gradient of its tokens: Megatron sums it, as of norms
     context parallelism       the same, and summed with the data-parallel ranks' gradients
 """
@@ -12,7 +13,8 @@ it with all images of a micro-batch, and each takes the vectors of its own token
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -86,6 +88,8 @@ def prepare(part: Any, config: Any, frozen: bool) -> None:
     for parameter in part.parameters():
         parameter.data = parameter.data.to(config.params_dtype).zero_()
         parameter.sequence_parallel = config.sequence_parallel
+        # equal, but for the order in which a GPU's kernels add: copies do not drift apart
+        parameter.average_gradients_across_tp_domain = not config.sequence_parallel
         parameter.requires_grad_(not frozen)
     without_noise(part)
 
@@ -142,9 +146,23 @@ def embedded(
     if deepstack:
         sources = [layer[numbers] for layer in deepstack]
         leaves = [source.detach().requires_grad_(source.requires_grad) for source in sources]
-        out = GradientsOfLayers.apply(out, leaves, *sources)
         inputs.packed.deepstack = Deepstack(places[here], leaves)
+        out = GradientsOfLayers.apply(out, inputs.packed, *sources)
     return out
+
+
+@contextmanager
+def passing(every: Sequence[Inputs], now: Inputs, forward_only: bool) -> Iterator[None]:
+    """Around the forward pass of a chunk with `now`, one of the micro-batches. What images have
+    hung on micro-batches goes when it is not needed any more, and not at the end of all passes.
+    """
+    for other in every:  # masks are made again where a layer is computed again
+        layout = getattr(other.packed, "layout", None)
+        if other is not now and getattr(layout, "ahead", None) is not None:
+            other.packed.layout = replace(layout)
+    yield
+    if forward_only and now.packed is not None:
+        now.packed.deepstack = None
 
 
 def vectors_of(model: Any, scene: ImageInputs) -> tuple[Tensor, list[Tensor]]:
@@ -191,7 +209,8 @@ def add_vectors(
 
 
 class GradientsOfLayers(torch.autograd.Function):
-    """Hands the gradients that layers have left at `leaves` on to what these are copies of.
+    """Hands the gradients that layers have left at the vectors of a Deepstack on to what these are
+    copies of, and lets go of it.
 
     Megatron's activation checkpointing runs a backward pass of its own for every layer, in which
     the tower's graph could be gone through once only. The gradient of the embedding comes after
@@ -199,10 +218,11 @@ class GradientsOfLayers(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, embedded: Tensor, leaves: list[Tensor], *sources: Tensor) -> Tensor:
-        ctx.leaves = leaves
+    def forward(ctx: Any, embedded: Tensor, packed: Any, *sources: Tensor) -> Tensor:
+        ctx.packed = packed
         return embedded.view_as(embedded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None, *(leaf.grad for leaf in ctx.leaves)
+        vectors, ctx.packed.deepstack = ctx.packed.deepstack.vectors, None
+        return grads[0], None, *(vector.grad for vector in vectors)

@@ -31,6 +31,7 @@ from spmdrl.engines.fsdp.layer_kinds import check_tokens_shared, prefix_obstacle
 from spmdrl.engines.fsdp.optimizers import check_optimizer
 from spmdrl.engines.fsdp.trial import CannotShrink
 from spmdrl.engines.fsdp.ulysses import check_ulysses
+from spmdrl.engines.megatron.hf_mapping import check_stacked_experts
 from spmdrl.engines.megatron.layout import (
     check_layout,
     check_scores,
@@ -121,6 +122,7 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
     text = language_part(hf)
     try:
         check_layout(text, degrees_of(role), num_ranks)
+        check_stacked_experts(hf, text)
         check_scores(text, role.context_parallel, DTYPES[role.dtype])
         if role.lora is not None:
             check_adaptable(hf, role.lora, role.freeze_vision)

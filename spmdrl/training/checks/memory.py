@@ -213,6 +213,7 @@ class Stage:
     under_way: float  # micro-batches whose activations its layers keep at the same time
     is_first: bool  # it has the embedding
     is_last: bool  # it has the head
+    frozen: float = 0.0  # of the dense parameters those of a tower that is not trained
 
 
 def pipeline_stages(role: TrainConfig, shape: ModelShape) -> list[Stage]:
@@ -235,14 +236,15 @@ def pipeline_stages(role: TrainConfig, shape: ModelShape) -> list[Stage]:
             for part in range(3)
         )
         cut += len(more) * 2 * shape.text.hidden_size**2
-        whole += sum(map(parameters_in, shape.towers)) if is_first else 0
+        tower = sum(map(parameters_in, shape.towers)) if is_first else 0
+        whole += tower
         ends = shape.matrices if is_first and is_last else int(is_first or is_last)
         after = stages - rank - 1
         found.append(Stage(
             layers, whole + (cut + ends * shape.matrix) / tensor,
             experts / (role.expert_parallel * role.expert_tensor_parallel),
             after + 1 if chunks == 1 else (2 * after + (chunks - 1) * stages + 1) / chunks,
-            is_first, is_last,
+            is_first, is_last, tower * role.freeze_vision,
         ))  # fmt: skip
     return found
 
@@ -265,7 +267,7 @@ def layer_parameters(shape: ModelShape) -> list[tuple[int, int, int]]:
     """
     text, sparse = shape.text, sparse_layers(shape.hf)
     experts = shape.experts // sum(sparse) if any(sparse) else 0
-    router = text.hidden_size * num_experts(shape.hf) if any(sparse) else 0
+    router = text.hidden_size * num_experts(text) if any(sparse) else 0
     down = 0  # what latent attention projects down
     if getattr(text, "kv_lora_rank", None):
         down = text.kv_lora_rank + text.qk_rope_head_dim + (text.q_lora_rank or 0)
@@ -311,7 +313,8 @@ def stage_memory(
     data = num_ranks / (role.tensor_parallel * stages)
     expert_data = num_ranks / (role.expert_parallel * role.expert_tensor_parallel * stages)
     parameters = stage.dense + stage.experts
-    shard = stage.dense / data + stage.experts / expert_data
+    learnt = parameters - stage.frozen
+    shard = (stage.dense - stage.frozen) / data + stage.experts / expert_data
     states = 8 if role.dtype == "float32" else 12
     passes = (
         megatron_pass(role, shape, stage, tokens.first, trained, on_gpu),
@@ -320,9 +323,10 @@ def stage_memory(
     )
     if trained and role.lora is not None:
         return megatron_adapters_memory(role, shape, stage, data, parameters * width, passes)
+    frozen = sum(map(parameters_in, shape.towers)) if role.freeze_vision else 0
     return Memory(
-        shape.count, shape.count * trained, parameters * width / GIB,
-        4 * parameters * trained / GIB, states * shard * trained / GIB, role, *passes,
+        shape.count, (shape.count - frozen) * trained, parameters * width / GIB,
+        4 * learnt * trained / GIB, states * shard * trained / GIB, role, *passes,
         step=4 * shard * trained / GIB, average=4 * shard * trained * bool(role.ema) / GIB,
     )  # fmt: skip
 
@@ -377,7 +381,7 @@ def megatron_pass(
     learns_matrix = trained and role.lora is None and (stage.is_first or stage.is_last)
     root = shape.matrix / tensor * width if learns_matrix else 0.0
     stacked = 0.0
-    several = stage.experts and num_experts(shape.hf) > role.expert_parallel
+    several = stage.experts and num_experts(shape.text) > role.expert_parallel
     if role.moe_grouped_gemm and role.lora is None and several:
         stacked = stage.experts / sum(sparse_layers(shape.hf)[number] for number in stage.layers)
     return PassMemory(activations, root, head * stage.is_last, units=stacked * width, end=root)
