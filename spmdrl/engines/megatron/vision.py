@@ -157,7 +157,7 @@ def passing(every: Sequence[Inputs], now: Inputs, forward_only: bool) -> Iterato
     hung on micro-batches goes when it is not needed any more, and not at the end of all passes.
     """
     for other in every:  # masks are made again where a layer is computed again
-        layout = getattr(other.packed, "layout", None)
+        layout: Any = getattr(other.packed, "layout", None)
         if other is not now and getattr(layout, "ahead", None) is not None:
             other.packed.layout = replace(layout)
     yield
