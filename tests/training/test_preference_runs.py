@@ -24,7 +24,10 @@ config = PreferenceTrainingConfig(
     data=AnswerDataConfig(train="rows.jsonl", eval="held_out.jsonl", batch_size=6, max_tokens=40),
     out="out", run_dir="run", steps=4, eval_every=2,
     preference=PreferenceConfig(loss_args={"beta": 0.5, "label_smoothing": 0.05}),
-    actor=TrainConfig(dtype="float32", micro_batch_tokens=70, ema=0.5, optim=OptimConfig(lr=3e-3)),
+    # with the usual eps Adam makes whole steps of gradients that are all rounding
+    actor=TrainConfig(
+        dtype="float32", micro_batch_tokens=70, ema=0.5, optim=OptimConfig(lr=3e-3, eps=1e-6)
+    ),
     checkpoint=CheckpointConfig(every_steps=2),
     trackers=(),
 )
