@@ -15,6 +15,7 @@ from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl.h
 SHOW_STACKS_S = 10.0  # at most, between SIGABRT, at which Python prints its stacks, and SIGKILL
+EACH_S = 2.0  # at most, for one process to print its stacks
 GONE_WITHIN_S = 20.0
 
 
@@ -36,8 +37,7 @@ def run_limited(command: list[str], env: dict[str, str], log: Path, limit_s: flo
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        send(signal.SIGABRT)
-        wait_for_ends(SHOW_STACKS_S)
+        show_stacks()
         return None
     finally:
         end_all()
@@ -55,10 +55,26 @@ def end_all() -> None:
             )
 
 
-def wait_for_ends(limit_s: float) -> None:
-    """Returns when no process is below this one, or after `limit_s` seconds."""
+def show_stacks() -> None:
+    """Aborts the processes below this one, one after the other: stacks that several of them print
+    at once are mixed in the log.
+    """
+    end = time.monotonic() + SHOW_STACKS_S
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+        wait_for_ends(min(EACH_S, max(end - time.monotonic(), 0.0)), pid)
+
+
+def wait_for_ends(limit_s: float, wanted: int | None = None) -> None:
+    """Returns when no process is below this one, or not the wanted one, or after `limit_s`
+    seconds.
+    """
     end = time.monotonic() + limit_s
-    while descendants(os.getpid()) and time.monotonic() < end:
+    while time.monotonic() < end:
+        below = descendants(os.getpid())
+        if not below or (wanted is not None and wanted not in below):
+            return
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
