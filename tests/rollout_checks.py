@@ -205,3 +205,26 @@ def answer_gaps(
     batch = on_data_ranks(ranks, batch)
     away = actor.logprobs(batch, 1.0, images=images).logprobs - batch.rollout_logprobs
     return away.abs()[batch.loss_mask.bool()]
+
+
+def weights_copied(actor: Any) -> Any:
+    """Yields each weight of a trainer by its name, float32. Collective."""
+    return ((n, t.clone()) for n, t in actor.named_weights(torch.float32, 1 << 20))
+
+
+def pushed_to_hf(topology: Any, ranks: Any, actor: Any, model: str) -> int:
+    """Pushes to engine hf and compares the weights there with the trainer's, bit by bit. Returns
+    how many were compared. Collective.
+    """
+    from spmdrl.config import RolloutConfig, WeightsConfig
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.rollout.build import build_engine
+    from spmdrl.training.weight_sync import WeightSync
+
+    places = Topology.build(topology.device, dp=-1, tp=1)
+    rollout = build_engine(model, RolloutConfig(engine="hf", dtype="float32"), 64, places)
+    weights = WeightSync(actor, ranks, rollout, places, "float32", WeightsConfig(check=True))
+    weights.push()
+    checked = weights.check()
+    rollout.shutdown()
+    return checked

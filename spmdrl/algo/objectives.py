@@ -67,7 +67,7 @@ def policy_objective(
         if algo.off_policy_mask_threshold is not None:
             near = near_policy(logprobs.detach(), mb, algo.off_policy_mask_threshold)
             factors = near if weights is None else weights * near
-            further["off_policy_masked"] = ((1 - near) * mb.loss_mask).sum()
+            further["off_policy_masked"] = over_tokens("off_policy_masked", 1 - near, mb.loss_mask)
         if terms is not None:  # on a GPU the rest is one pass over memory
             inputs = kernel_inputs(mb, factors)
             if policy_loss.fits(logprobs, entropy, inputs):

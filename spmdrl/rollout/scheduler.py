@@ -82,10 +82,10 @@ class Scheduler:
         ends with the last request.
         between_bursts: called on every rank after each burst in which a step was made, and by an
         engine that completes its requests alone after each step; it draws no random numbers.
-        new_weights:
-        on rank 0 at each of its boundaries; where it returns True, load_weights is called on every
-        rank of every engine, at its next boundary and before the round is over. It replaces the
-        weights, which makes the engine forget_prefixes, and sets engine.policy_version.
+        new_weights: on rank 0 at each of its boundaries; where it returns True, load_weights is
+        called on every rank of every engine, at its next boundary and before the round is over. It
+        replaces the weights, which makes the engine forget_prefixes, and sets
+        engine.policy_version.
         """
         interventions = stop_condition, reply_handler, new_weights, until
         if self.topology.world == 1 and all(each is None for each in interventions):

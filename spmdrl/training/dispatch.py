@@ -234,7 +234,10 @@ def assign_and_pack(
         order = torch.searchsorted(
             mine, packing_order(assignment, roles.actor.ranks, roles.post.rank)
         )
-        batch = packed(roles, [samples[i] for i in order.tolist()])
+        in_order = [samples[i] for i in order.tolist()]
+        batch = packed(roles, in_order)
+        if roles.reply_images is not None:
+            roles.reply_images.mark(batch, in_order)
     ranks = roles.actor.ranks
     metrics["balance/imbalance"] = assignment.imbalance(ranks, roles.trainer_ranks[ranks])
     return batch, assignment, {"metrics": metrics | rollout.metrics, **rollout.step_info}
@@ -267,13 +270,10 @@ def rollout_metrics(roles: Roles, rollout: RolloutResult) -> dict[str, float]:
 def packed(roles: Roles, samples: list[Sample]) -> Batch:
     """Returns one Batch of the samples, with the fields that the config asks for."""
     config = roles.config
-    batch = pack_samples(
+    return pack_samples(
         samples, roles.algorithm.reward_keys, config.rewards.per_turn, roles.routing,
         support_width(config.rollout),
     )  # fmt: skip
-    if roles.reply_images is not None and roles.replay is None:
-        roles.reply_images.mark(batch, samples)
-    return batch
 
 
 def assigned(roles: Roles, rows: Tensor) -> BatchAssignment:

@@ -14,12 +14,13 @@ import torch
 from families import BY_KIND, save_tiny
 from proofs import batch_with_images, images_of
 from ranks import groups_that_end, run_ranks
+from rollout_checks import pushed_to_hf, weights_copied
 from safetensors.torch import load_file, save_file
 from training_batches import CONFIG, on_data_ranks
 from transformers import AutoModelForImageTextToText
 from vision_checks import logprobs_alone, prompts_of, vision_of
 
-from spmdrl.config import ConfigError, RolloutConfig, TrainConfig, WeightsConfig
+from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines.megatron.hf_mapping import Folder
 from spmdrl.engines.megatron.towers import language_part, own_name
 from spmdrl.hub.hf_folder import keep_tower, load_hf_config
@@ -118,11 +119,11 @@ def trained(topology: Any, model: str, config: TrainConfig, num_updates: int) ->
 
         actor.parts.optimizer.prepare_grads = note
     metrics = [actor.update(share, weighed, 1.0, images=images) for _ in range(num_updates)]
-    weights = dict(copies(actor))
+    weights = dict(weights_copied(actor))
     checked = 0
     if config.engine == "megatron":
         actor.parts.optimizer.prepare_grads = prepare
-        checked = pushed(topology, ranks, actor, model) if num_updates > 1 else 0
+        checked = pushed_to_hf(topology, ranks, actor, model) if num_updates > 1 else 0
         actor.save(Path(f"{model} saved"))
     return before, metrics, weights, gradients, checked
 
@@ -139,25 +140,6 @@ def held_gradients(actor: Any) -> list[Any]:
     ]
 
 
-def copies(actor: Any) -> Any:
-    return ((n, t.clone()) for n, t in actor.named_weights(torch.float32, 1 << 20))
-
-
-def pushed(topology: Any, ranks: Any, actor: Any, model: str) -> int:
-    """Pushes to engine hf; the weights there are compared with the trainer's, bit by bit."""
-    from spmdrl.distributed.topology import Topology
-    from spmdrl.rollout.build import build_engine
-    from spmdrl.training.weight_sync import WeightSync
-
-    places = Topology.build(topology.device, dp=-1, tp=1)
-    rollout = build_engine(model, RolloutConfig(engine="hf", dtype="float32"), 64, places)
-    weights = WeightSync(actor, ranks, rollout, places, "float32", WeightsConfig(check=True))
-    weights.push()
-    checked = weights.check()
-    rollout.shutdown()
-    return checked
-
-
 def gone_on(topology: Any, model: str, layout: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Returns log-probabilities at first, and with the weights of the checkpoint, and these."""
     config = dataclasses.replace(CONFIG, engine="megatron", **layout)
@@ -165,7 +147,7 @@ def gone_on(topology: Any, model: str, layout: dict[str, Any]) -> tuple[Any, Any
     batch, images = on_data_ranks(ranks, batch_of(model)), images_of(model)
     before = actor.logprobs(batch, 1.0, images=images).logprobs
     actor.load(Path(f"{model} saved"))
-    return before, actor.logprobs(batch, 1.0, images=images).logprobs, dict(copies(actor))
+    return before, actor.logprobs(batch, 1.0, images=images).logprobs, dict(weights_copied(actor))
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +257,9 @@ def test_what_is_not_trained_beside_its_tower_is_refused(tmp_path: Path) -> None
     check_megatron("actor", role, qwen, 1)
     with pytest.raises(ConfigError, match="the first 2 layers are given vectors of the tower"):
         check_megatron("actor", dataclasses.replace(role, **PP), qwen, 2)
+    one_by_one = dataclasses.replace(role, moe_grouped_gemm=False)
+    with pytest.raises(ConfigError, match="moe_grouped_gemm=False has no effect: 'qwen3_vl_text'"):
+        check_megatron("actor", one_by_one, qwen, 1)
     next_tokens = dataclasses.replace(role, mtp_loss_scaling_factor=0.1)
     qwen = str(save_tiny(BY_KIND["qwen3_5 with images"], tmp_path / "qwen3_5"))
     keep_tower(qwen)

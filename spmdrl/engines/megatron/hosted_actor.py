@@ -88,6 +88,10 @@ def hosted_actor(given: TrainConfig, parts: Parts) -> TrainConfig:
         given.optim == OptimConfig(),
         "actor.optim has no effect: the optimizer and its schedule are the host's",
     )
+    require(
+        given.moe_grouped_gemm,
+        "actor.moe_grouped_gemm has no effect: the host's model computes its experts",
+    )
     config = parts.config
     layout = {
         "tensor_parallel": parts.groups.tensor.size(),

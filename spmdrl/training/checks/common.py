@@ -35,6 +35,7 @@ from spmdrl.engines.megatron.hf_mapping import check_stacked_experts
 from spmdrl.engines.megatron.layout import (
     check_layout,
     check_scores,
+    has_experts,
 )
 from spmdrl.engines.megatron.lora import check_adaptable
 from spmdrl.engines.megatron.mtp import check_mtp
@@ -123,6 +124,10 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
     try:
         check_layout(text, degrees_of(role), num_ranks)
         check_stacked_experts(hf, text)
+        require(
+            role.moe_grouped_gemm or has_experts(text),
+            f"moe_grouped_gemm=False has no effect: {text.model_type!r} has no experts",
+        )
         check_scores(text, role.context_parallel, DTYPES[role.dtype])
         if role.lora is not None:
             check_adaptable(hf, role.lora, role.freeze_vision)

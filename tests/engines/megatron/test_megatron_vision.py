@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import groups_that_end, run_calls, run_ranks
+from rollout_checks import pushed_to_hf, weights_copied
 from safetensors.torch import load_file
 from tiny_models import save_qwen_vl
 from training_batches import CONFIG, on_data_ranks
@@ -112,29 +113,9 @@ def trained_case(
     metrics = [actor.update(share, loss, 0.8, images=images) for _ in range(3)]
     checked = 0
     if config.engine == "megatron" and kind == "policy":
-        checked = pushed(topology, ranks, actor, str(Path(folder) / model))
+        checked = pushed_to_hf(topology, ranks, actor, str(Path(folder) / model))
         actor.save(Path(folder) / name)
-    return before, metrics, dict(copies(actor)), checked
-
-
-def copies(actor: Any) -> Any:
-    return ((n, t.clone()) for n, t in actor.named_weights(torch.float32, 1 << 20))
-
-
-def pushed(topology: Any, ranks: Any, actor: Any, model: str) -> int:
-    """Pushes to engine hf; the weights there are compared with the trainer's, bit by bit."""
-    from spmdrl.config import RolloutConfig, WeightsConfig
-    from spmdrl.distributed.topology import Topology
-    from spmdrl.rollout.build import build_engine
-    from spmdrl.training.weight_sync import WeightSync
-
-    places = Topology.build(topology.device, dp=-1, tp=1)
-    rollout = build_engine(model, RolloutConfig(engine="hf", dtype="float32"), 64, places)
-    weights = WeightSync(actor, ranks, rollout, places, "float32", WeightsConfig(check=True))
-    weights.push()
-    checked = weights.check()
-    rollout.shutdown()
-    return checked
+    return before, metrics, dict(weights_copied(actor)), checked
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +211,7 @@ def gradients_on(topology: Any, folder: Path) -> list[Any]:
             actor.update(batch, weighed, 1.0, images=images)
             actor.parts.optimizer.prepare_grads = prepare
             actor.load(Path(folder) / "context parallel")
-            found.append((logprobs, held, dict(copies(actor))))
+            found.append((logprobs, held, dict(weights_copied(actor))))
     return found
 
 
