@@ -6,6 +6,7 @@ collection leaves out all that is imported here: a full one would cost a rank ha
 
 # ruff: noqa: E402, F401
 import gc
+import itertools
 import multiprocessing
 import sys
 import tempfile
@@ -66,6 +67,10 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
         import vllm.v1.worker.cpu_worker
         from vllm.config.logging import LoggingConfig
 
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            get_masked_input_and_mask as mask_other_ranks_tokens,
+        )
+
         from spmdrl.rollout.vllm.images import import_without_torchvision
 
         import_without_torchvision()
@@ -74,6 +79,12 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         vllm.logger.configure_logging(LoggingConfig())
+
+        # what two tensor-parallel ranks compile at their first tokens, a second of a CPU each
+        for start, tokens in itertools.product((0, 64), (2, 1)):
+            ids = torch.zeros(tokens, dtype=torch.int32)
+            with torch.inference_mode():
+                mask_other_ranks_tokens(ids, start, start + 64, 0, 128, 128)
 
 
 def queue_of_a_fork():
