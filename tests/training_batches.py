@@ -58,7 +58,7 @@ def engine_on(topology: Any, kind: str, model: str, config: TrainConfig) -> Any:
     from spmdrl.engines.fsdp.engine import FsdpEngine
 
     ranks = Topology.build(topology.device, **train_degrees(config))
-    return FsdpEngine(kind, model, config, ranks)
+    return FsdpEngine.build(kind, model, config, ranks)
 
 
 def on_data_ranks(ranks: Any, batch: Batch) -> Batch:

@@ -66,7 +66,7 @@ def batch_of(model: str, text: str, sequences: int, length: int) -> Batch:
 
 def numbers(model: str, config: TrainConfig, topology: Topology, batch: Batch) -> list[Tensor]:
     """Log-probabilities of the tokens in the loss, and the gradient of all weights, (n,) each."""
-    engine: Any = FsdpEngine("policy", model, config, topology)
+    engine: Any = FsdpEngine.build("policy", model, config, topology)
     logprobs = engine.logprobs(batch, 1.0).logprobs[batch.loss_mask > 0]
     grads: list[Tensor] = []
     engine.optimizer.step = lambda: grads.extend(

@@ -98,7 +98,7 @@ def main(engine: str = "vllm", dtype: str = "bfloat16", answer: int = 64) -> Non
             sampler = build_engine(folder, rollout, 512, ranks, return_routed_experts=moe)
             assert sampler is not None
             trainers = {
-                replay: FsdpEngine(
+                replay: FsdpEngine.build(
                     "policy", folder, TrainConfig(dtype=dtype, router_replay=replay),
                     Topology.build(device, dp=1, fsdp=1),
                 )

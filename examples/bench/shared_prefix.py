@@ -71,7 +71,7 @@ def engine_of(folder: str, share: bool, device: torch.device) -> FsdpEngine:
         optim=OptimConfig(lr=1e-9),
     )  # fmt: skip
     topology = Topology.build(device, **train_degrees(config))
-    return FsdpEngine("policy", str(Path(folder)), config, topology)
+    return FsdpEngine.build("policy", str(Path(folder)), config, topology)
 
 
 def batch_of(prompt: int, answer: int, n: int, prompts: int, vocab: int) -> Batch:

@@ -107,7 +107,7 @@ def main(runs: int = 7, model: str | None = None) -> None:
             engine_ranks = Topology.build(device, dp=1, tp=1)
             engines[strict] = VllmEngine(folder, rollout, prompt + answer, engine_ranks, strict)
             ranks = Topology.build(device, dp=1, fsdp=1)
-            trainers[strict] = FsdpEngine("policy", folder, train, ranks, strict=strict)
+            trainers[strict] = FsdpEngine.build("policy", folder, train, ranks, strict=strict)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 1000, (count, prompt), generator=draw).tolist()
     requests = [Request(row, 7 * i) for i, row in enumerate(ids)]

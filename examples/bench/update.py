@@ -104,7 +104,7 @@ def measured(
     role = TrainConfig(**USUAL | CASES[case], optim=OptimConfig(lr=1e-6))
     torch.compiler.reset()
     begun = time.perf_counter()
-    engine = FsdpEngine("policy", model, role, topology)
+    engine = FsdpEngine.build("policy", model, role, topology)
     first_s = seconds(engine, batch, device)
     ready_s = time.perf_counter() - begun
     if device.type == "cuda":

@@ -35,6 +35,8 @@ def build_engine(
     elif topology.here:
         from spmdrl.engines.fsdp.engine import FsdpEngine
 
-        engine = FsdpEngine(kind, model, config, topology, frozen, strict, load_weights, in_pairs)
+        engine = FsdpEngine.build(
+            kind, model, config, topology, frozen, strict, load_weights, in_pairs
+        )
     level_group_count(job.control if job is not None else None)
     return engine

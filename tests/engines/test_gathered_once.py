@@ -87,14 +87,14 @@ def test_each_micro_batch_gathers_what_would_be_held_twice(
 @contextmanager
 def as_with_several_shards() -> Any:
     """Meanwhile engines gather each unit for each pass, as they do with several shards."""
-    from spmdrl.engines.fsdp import engine
+    from spmdrl.engines.fsdp import sharded_model
 
-    rule = engine.gathers_once
-    engine.gathers_once = lambda *_: False
+    rule = sharded_model.gathers_once
+    sharded_model.gathers_once = lambda *_: False
     try:
         yield
     finally:
-        engine.gathers_once = rule
+        sharded_model.gathers_once = rule
 
 
 def learnt_on(topology: Any, model: str, kind: str, config: TrainConfig) -> tuple[Any, Any, Any]:

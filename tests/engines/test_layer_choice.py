@@ -48,7 +48,7 @@ def test_an_engine_refuses_before_it_loads_anything():
         device = CPU
 
     with pytest.raises(ConfigError, match="liger"):
-        FsdpEngine("policy", "/no/such/model", TrainConfig(kernels="liger"), Ranks())
+        FsdpEngine.build("policy", "/no/such/model", TrainConfig(kernels="liger"), Ranks())
 
 
 def test_options_on_the_command_line(tmp_path):

@@ -110,7 +110,7 @@ def result_on(topology: Any, model: str, config: TrainConfig, whole: Batch) -> A
     from spmdrl.engines.fsdp.engine import FsdpEngine
 
     ranks = Topology.build(topology.device, **train_degrees(config))
-    engine = FsdpEngine("policy", model, config, ranks)
+    engine = FsdpEngine.build("policy", model, config, ranks)
     engine.offload()
     mine: list[int] = []
     if ranks.rank in ranks.data_ranks:

@@ -38,7 +38,7 @@ def held_on(topology, kind, model, config, frozen=True):
 
     WeightFiles.tensor = recorded  # type: ignore[method-assign]
     ranks = Topology.build(topology.device, **train_degrees(config))
-    engine = FsdpEngine(kind, model, config, ranks, frozen=frozen)
+    engine = FsdpEngine.build(kind, model, config, ranks, frozen=frozen)
     WeightFiles.tensor = plain  # type: ignore[method-assign]
     weights = {}
     for name, p in engine.module.state_dict().items():
@@ -222,7 +222,7 @@ def refused_on(topology, kind, models):
     said = []
     for model in models:
         try:
-            FsdpEngine(kind, model, FROZEN, ranks, frozen=True)
+            FsdpEngine.build(kind, model, FROZEN, ranks, frozen=True)
             said.append("")
         except ConfigError as error:
             said.append(str(error))
@@ -303,10 +303,10 @@ def peak_on(topology, small, model):
     from spmdrl.engines.fsdp.engine import FsdpEngine
 
     ranks = Topology.build(topology.device, **train_degrees(FROZEN))
-    FsdpEngine("policy", small, FROZEN, ranks, frozen=True)
+    FsdpEngine.build("policy", small, FROZEN, ranks, frozen=True)
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    engine = FsdpEngine("policy", model, FROZEN, ranks, frozen=True)
+    engine = FsdpEngine.build("policy", model, FROZEN, ranks, frozen=True)
     kept = sum(p.to_local().numel() * 4 for p in engine.module.parameters()) / 2**20
     return (status("VmHWM") - before) / 1024, kept
 

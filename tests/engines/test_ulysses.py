@@ -125,7 +125,7 @@ def engine_on(topology, folder, case):
     place = Topology.build(topology.device, range(ranks), **train_degrees(config))
     if not place.here:
         return None, batch_of(batch).select([])
-    engine = FsdpEngine(kind, str(Path(folder, model)), config, place)
+    engine = FsdpEngine.build(kind, str(Path(folder, model)), config, place)
     if kind == "value":
         with torch.no_grad():
             engine.module.value_head.weight.fill_(0.05)

@@ -45,7 +45,7 @@ def engine_of(model, topology, **settings):
     from spmdrl.engines.fsdp.engine import FsdpEngine
 
     settings = {"micro_batch_tokens": 128, "optim": OptimConfig(lr=1e-3)} | settings
-    return FsdpEngine("policy", model, TrainConfig(**settings), topology)
+    return FsdpEngine.build("policy", model, TrainConfig(**settings), topology)
 
 
 def hf_logprobs(model, batch, dtype):

@@ -234,7 +234,7 @@ def test_weights_that_the_trainer_sends_arrive(
     from spmdrl.training.weight_sync import WeightSync
 
     ranks = Topology.build(topology.device, dp=1, fsdp=-1)
-    actor = FsdpEngine("policy", folders[1], TrainConfig(), ranks)
+    actor = FsdpEngine.build("policy", folders[1], TrainConfig(), ranks)
     sync = WeightSync(actor, ranks, engine, topology, "bfloat16", WeightsConfig(check=True))
     for _ in range(2):
         engine.sleep()

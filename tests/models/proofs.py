@@ -53,7 +53,7 @@ def actor_of(topology: Topology, model: str, strict: bool = False, **fields: Any
 
     config = TrainConfig(dtype="float32", **fields)
     ranks = Topology.build(topology.device, **train_degrees(config))
-    return FsdpEngine("policy", model, config, ranks, strict=strict), ranks
+    return FsdpEngine.build("policy", model, config, ranks, strict=strict), ranks
 
 
 def batch_of(vocab: int) -> Any:

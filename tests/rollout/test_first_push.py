@@ -54,7 +54,7 @@ def filled_on(topology, model, bare):
     for case, (settings, lora, strict) in CASES.items():
         config = TrainConfig(dtype="float32", lora=lora)
         ranks = Topology.build(topology.device, **train_degrees(config))
-        actor = FsdpEngine("policy", model, config, ranks, strict=strict)
+        actor = FsdpEngine.build("policy", model, config, ranks, strict=strict)
         places = Topology.build(topology.device, dp=-1, tp=settings.tensor_parallel)
         rollout: Any = build_engine(
             bare, settings, 64, places, strict=strict, lora=lora, load_weights=False
@@ -123,7 +123,7 @@ def left_out(topology, model, bare):
 
     config = TrainConfig(dtype="float32")
     ranks = Topology.build(topology.device, **train_degrees(config))
-    actor = FsdpEngine("policy", model, config, ranks)
+    actor = FsdpEngine.build("policy", model, config, ranks)
     places = Topology.build(topology.device, dp=-1, tp=2)
     rollout: Any = build_engine(bare, SETTINGS, 64, places, load_weights=False)
     weights = WeightSync(actor, ranks, rollout, places, "float32", WeightsConfig())

@@ -264,7 +264,7 @@ def steps_on(topology, cases, splits, models):
                 return None
             team = SequenceParallelGroup.of(place)
             config = replace(train, ulysses=team.size if team else 1)
-            return FsdpEngine(kind, model, config, place)
+            return FsdpEngine.build(kind, model, config, place)
 
         actor, ref, critic, prm = places
         now, before = (engine("policy", model, actor) for model in models)

@@ -158,7 +158,7 @@ def gradients_on(topology, folder):
     optim = OptimConfig(lr=0.0, weight_decay=0.0, clip_norm=1e9)
     train = TrainConfig(dtype="float32", micro_batch_tokens=8, optim=optim)
     topology = Topology.build(topology.device, topology.ranks, **train_degrees(train))
-    engine = FsdpEngine("policy", folder, train, topology)
+    engine = FsdpEngine.build("policy", folder, train, topology)
     mine = [sample_of(*address) for address in ADDRESSES[topology.rank :: topology.world]]
     batch = pack_samples(keep_pairs(mine, BASE, topology)[0])
     prepare_pairs([batch], topology)

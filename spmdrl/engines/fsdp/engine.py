@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,51 +19,33 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
-from spmdrl.config import TrainConfig, checkpointing_of
+from spmdrl.config import TrainConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.data.shared_prefix import Unit
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import LossFn
-from spmdrl.engines.fsdp import ema, layers
-from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
-from spmdrl.engines.fsdp.experts import check_experts, split_experts
-from spmdrl.engines.fsdp.hosted_policy import HostedPolicy
+from spmdrl.engines.fsdp import ema
 from spmdrl.engines.fsdp.inputs import ModelInputs, image_inputs
-from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
-from spmdrl.engines.fsdp.lora import Adapters, adapters_off, add_adapters
-from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base, fill_module, save_adapters
-from spmdrl.engines.fsdp.model import HEADS, TokenPolicy, decoder_layers, require_given
-from spmdrl.engines.fsdp.model_files import files_beside_weights
-from spmdrl.engines.fsdp.muon import hidden_matrices
-from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
+from spmdrl.engines.fsdp.lora import adapters_off
+from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base, save_adapters
+from spmdrl.engines.fsdp.model import TokenPolicy, require_given
+from spmdrl.engines.fsdp.optimizers import check_same_optimizer
 from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.fsdp.prefix_sharing import units_for
 from spmdrl.engines.fsdp.recording import record_pass
-from spmdrl.engines.fsdp.router_aux_loss import RouterAuxLoss
-from spmdrl.engines.fsdp.router_replay import Routers
-from spmdrl.engines.fsdp.sharded_loading import (
-    allocate,
-    drop_data,
-    open_model,
-    require_written_by_fsdp,
-    scatter_weights,
-)
+from spmdrl.engines.fsdp.sharded_loading import require_written_by_fsdp
+from spmdrl.engines.fsdp.sharded_model import ShardedModel, build_sharded_model
 from spmdrl.engines.fsdp.sharding import (
     all_passes,
     clip_gradients,
-    divides_experts,
-    gathers_once,
     layers_resharded,
     reshard_root,
     set_replica_sync,
-    shard,
 )
 from spmdrl.engines.fsdp.source_adapters import clip_each, loss_tokens
-from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.engines.fsdp.ulysses import (
     SequenceParallelGroup,
-    check_ulysses,
     counted_once,
     share_of,
     shared,
@@ -82,10 +63,8 @@ from spmdrl.engines.micro_batches import (
 )
 from spmdrl.engines.policy_head import num_columns, policy_stats, table_of, with_students
 from spmdrl.engines.recorded_pass import RecordedPass
-from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.buffers import kept_tensors, persistent_buffers
-from spmdrl.weights.checkpoint_names import checkpoint_parts
 from spmdrl.weights.shards import Shards, fill, shards_by_part
 from spmdrl.weights.transfer import gathered
 
@@ -112,102 +91,37 @@ class FsdpEngine:
     """
 
     def __init__(
-        self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
-        strict: bool = False, load_weights: bool = True, in_pairs: bool = False,
-    ) -> None:  # fmt: skip
-        """load_weights: without it weights are 0, until `take_weights`. in_pairs: batches have the
-        sequences of a pair one after the other, and no micro-batch divides them."""
-        layers.check_here(config, topology.device)
+        self, sharded: ShardedModel, config: TrainConfig, topology: Topology, in_pairs: bool = False
+    ) -> None:
+        """sharded: of build_sharded_model, or a host's. in_pairs: batches have the sequences of a
+        pair one after the other, and no micro-batch divides them.
+        """
         self.config, self.topology, self.team = config, topology, SequenceParallelGroup.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
-        hf, files = open_model(kind, model, topology, load_weights)
-        self.aux_loss: RouterAuxLoss | None = None
-        if config.router_aux_loss_coef > 0 and not frozen:
-            self.aux_loss = RouterAuxLoss(hf, config.router_aux_loss_coef, self.team)
-        layers.use_layers(hf, config, topology.device, strict)
-        replays = kind == "policy" and not frozen and config.router_replay is not None
-        self.routers = Routers(hf) if replays else None
-        self.pretrained = files_beside_weights(hf, kind, model)
-        check_ulysses(hf.config, config.ulysses)
-        check_experts(hf, hf.config, config, strict)
-        self.parts = checkpoint_parts(hf.config)
-        self.module: nn.Module = HEADS[kind](hf)
-        self.in_pairs = in_pairs or (kind == "reward" and not frozen)
-        self.shares_prefixes = kind != "reward" and shares_prefixes(config, strict, hf.config)
-        if strict:
-            make_strict(self.module, DTYPES[config.dtype], topology.device)
-        self.adapters: Adapters | None = None
-        self.without_adapters = False
-        on_first = load_weights and files is None  # the whole model, which it hands out
-        if not on_first:
-            drop_data(self.module)
-        if config.lora is not None and not frozen:
-            self.adapters = add_adapters(
-                hf, model, config, self.parts, on_first and topology.rank == 0,
-                layers.on_fast_cpu(config, topology.device),
-            )  # fmt: skip
-        self.tokens = self.adapters.tokens if self.adapters is not None else None
-        full_weights = dict(self.module.state_dict()) if on_first and topology.rank == 0 else {}
-        if not frozen:
-            use_checkpointing(hf, checkpointing_of(config, topology.device.type == "cuda"))
-        blocks = decoder_layers(hf)
-        if config.compile:
-            layers.compile_layers(blocks)
-        if topology.experts is not None:
-            split_experts(self.module, topology.experts["ep"], config.compile)
-        hidden = hidden_matrices(self.module, blocks, self.parts, prefix="hf.")
-        self.gathers_once = gathers_once(config, topology.copies["fsdp"].size())
-        # layers keep what was gathered from their forward pass to their backward pass
-        self.keeps_gathered = not (config.reshard_after_forward or frozen or self.gathers_once)
-        shard(
-            self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy,
-            not self.keeps_gathered, divides_experts(config),
-        )  # fmt: skip
-        self.offloaded: AbstractContextManager[Any] = nullcontext()
-        if config.activation_offload and not frozen:
-            self.offloaded = offloading(self.module, pinned=topology.device.type == "cuda")
-        if on_first:
-            scatter_weights(self.module, full_weights, topology)
-        else:
-            allocate(self.module, topology.device, config.offload_policy)
-            fill_module(self.module, files, self.adapters, topology)
-        self.trained: dict[str, Tensor] = {
-            n: p for n, p in self.module.named_parameters() if p.requires_grad
-        }  # fmt: skip
+        self.module, self.optimizer = sharded.module, sharded.optimizer
+        self.trained, self.average = sharded.trained, sharded.average
+        self.adapters, self.routers = sharded.adapters, sharded.routers
+        self.aux_loss, self.offloaded = sharded.aux_loss, sharded.offloaded
+        self.driven, self.loss_scale = sharded.driven, sharded.loss_scale
+        self.gathers_once, self.keeps_gathered = sharded.gathers_once, sharded.keeps_gathered
+        self.shares_prefixes = sharded.shares_prefixes
+        self.pretrained, self.parts = sharded.pretrained, sharded.parts
         self.params = list(self.trained.values())
-        self.optimizer: Optimizer | None = None
-        self.average: dict[str, Tensor] = {}  # of the trained weights, where config.ema is set
+        self.tokens = self.adapters.tokens if self.adapters is not None else None
+        self.without_adapters = False
+        trains_reward = sharded.kind == "reward" and self.optimizer is not None
+        self.in_pairs = in_pairs or trains_reward
         self.num_updates = 0
         self.copies: HostCopies | None = None  # of all that is saved, from the first `stage` on
-        self.driven: Callable[[], AbstractContextManager[Any]] = nullcontext  # around all passes
-        self.loss_scale = 1.0  # by what losses are multiplied, so that gradients are their sum
-        if frozen:
-            self.module.requires_grad_(False)
-            return
-        if self.adapters is not None:
-            self.adapters.start(self.module, topology)
-        self.optimizer = build_optimizer(self.trained, config.optim, hidden, DTYPES[config.dtype])
-        self.average = ema.start(self.trained) if config.ema else {}
 
     @classmethod
-    def of_host(cls, host: HostedPolicy, config: TrainConfig, topology: Topology) -> FsdpEngine:
-        """Returns an engine around a policy that another program has built, sharded and trains.
-
-        topology: its axes dp and fsdp are the mesh of the program's fully_shard.
-        """
-        engine = cls.__new__(cls)
-        engine.config, engine.topology, engine.team = config, topology, None
-        engine.routers, engine.adapters, engine.without_adapters = None, None, False
-        engine.pretrained, engine.parts = [host.hf.config], checkpoint_parts(host.hf.config)
-        engine.module, engine.params = host.module, list(host.trained.values())
-        engine.shares_prefixes = shares_prefixes(config, False, host.hf.config)
-        # sharding is the program's: what it gathers when is not changed here
-        engine.gathers_once = engine.keeps_gathered = engine.in_pairs = False
-        engine.offloaded, engine.aux_loss = nullcontext(), None
-        engine.driven, engine.loss_scale, engine.tokens = host.driven, host.loss_scale, None
-        engine.trained, engine.optimizer = host.trained, host.optimizer
-        engine.average, engine.num_updates, engine.copies = {}, 0, None
-        return engine
+    def build(
+        cls, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
+        strict: bool = False, load_weights: bool = True, in_pairs: bool = False,
+    ) -> FsdpEngine:  # fmt: skip
+        """Returns an engine of a Hugging Face model; arguments are as of build_sharded_model."""
+        sharded = build_sharded_model(kind, model, config, topology, frozen, strict, load_weights)
+        return cls(sharded, config, topology, in_pairs)
 
     # ---- passes without gradient
 

@@ -26,6 +26,7 @@ from spmdrl.engines.fsdp.external_model import (
 from spmdrl.engines.fsdp.hosted_policy import HostedPolicy
 from spmdrl.engines.fsdp.layers import check_here, packed_attention_name
 from spmdrl.engines.fsdp.optimizers import Optimizer
+from spmdrl.engines.fsdp.sharded_model import sharded_model_of_host
 from spmdrl.engines.fsdp.sharding import root_of, units_of
 from spmdrl.hub.hf_folder import load_hf_config
 
@@ -67,7 +68,7 @@ class FsdpActor:
         layout = Topology.build(
             everyone.device, share=everyone, dp=self.sharding.replicas, fsdp=self.sharding.sharers
         )
-        return FsdpEngine.of_host(self.policy, role, layout)
+        return FsdpEngine(sharded_model_of_host(self.policy, role), role, layout)
 
     def begin_anew(self, root: FSDPModule | None) -> None:
         """Forgets a pass that has not ended, and has the next one reduce its gradients."""
