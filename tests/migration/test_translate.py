@@ -524,7 +524,9 @@ def test_epochs_and_a_warm_up_that_is_a_share_are_taken_as_they_are() -> None:
         "actor_rollout_ref.model.path": "m", "data.train_files": "d", f"{actor}.lr_warmup_steps": 5,
         f"{actor}.lr_warmup_steps_ratio": 0.1,
     })  # fmt: skip
-    assert both.fields["actor.optim.warmup_steps"] == 5
+    updates = both.fields["algo.mini_batches"]
+    assert updates == 1024 // 256  # of a rollout by verl's defaults
+    assert both.fields["actor.optim.warmup_steps"] == 5 * updates
     assert "actor.optim.warmup_ratio" not in both.fields
     given = {"model": "m", "dataset_name": "d", "num_train_epochs": 2, "warmup_ratio": 0.03}
     ours = trl.translate(given | {"dataset_mixture": {"datasets": []}}, 1)
@@ -534,3 +536,33 @@ def test_epochs_and_a_warm_up_that_is_a_share_are_taken_as_they_are() -> None:
     balanced = trl.translate(given | {"router_aux_loss_coef": 0.01}, 1)
     assert balanced.fields["actor.router_aux_loss_coef"] == 0.01
     assert any("experts per token / layers" in why for why in balanced.notes.values())
+
+
+def test_schedules_of_verl_count_rollouts_and_ours_updates() -> None:
+    """verl takes one step of its learning-rate schedule for a rollout, whatever its updates."""
+    actor = "actor_rollout_ref.actor"
+    fields = verl.translate({
+        "actor_rollout_ref.model.path": "m", "data.train_files": "d",
+        "data.train_batch_size": 512, f"{actor}.ppo_mini_batch_size": 128, f"{actor}.ppo_epochs": 2,
+        f"{actor}.optim.lr_warmup_steps": 10, f"{actor}.optim.lr_scheduler_type": "cosine",
+        "trainer.total_training_steps": 300, "critic.optim.lr_warmup_steps": -1,
+    }).fields  # fmt: skip
+    assert (fields["algo.mini_batches"], fields["steps"]) == (4, 300)
+    assert fields["actor.optim.warmup_steps"] == 10 * 4 * 2
+    assert fields["actor.optim.decay_steps"] == 300 * 4 * 2
+    assert "critic.optim.warmup_steps" not in fields
+
+
+def test_options_of_templates_rewards_and_schedules_of_verl(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo data.train_files=t actor_rollout_ref.model.path=m "
+        "+data.apply_chat_template_kwargs.enable_thinking=False "
+        "custom_reward_function.path=r.py +custom_reward_function.reward_kwargs.scale=0.5 "
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=wsd\n"
+    )
+    found = translated(tmp_path / "run.sh")
+    assert found.fields["data.chat_template_kwargs"] == {"enable_thinking": False}
+    assert found.notes.keys() >= {
+        "custom_reward_function.reward_kwargs.scale=0.5",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=wsd",
+    }
