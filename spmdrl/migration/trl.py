@@ -77,6 +77,8 @@ NOTES = {  # what to do about settings
     "config_file": "of accelerate: call this program with its num_processes as --ranks",
     "lora_dropout": "adapters have no dropout: log-probabilities differ by the updates alone",
     "reward_weights": "one reward function returns the weighted sum",
+    "system_prompt": "of Open-R1: write it into the rows, as the first turn of a chat list",
+    "gradient_checkpointing_kwargs": "layers are computed anew without reentrance",
 }
 TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of GRPOTrainer
 OTHERS = ("DPOConfig", "SFTConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "PPOConfig",
@@ -371,6 +373,8 @@ def samples_otherwise(s: Mapping[str, Any]) -> bool:
 
 
 def data(s: Mapping[str, Any], t: Translation) -> list[str]:
+    used = ["reward_funcs", "script_notes", "eval_dataset", "dataset_config", "use_liger_kernel",
+            "dataset_train_split", "dataset_test_split", "dataset_prompt_column"]  # fmt: skip
     for role, field, split in (
         ("train_dataset", "data.train", "dataset_train_split"),
         ("eval_dataset", "data.eval", "dataset_test_split"),
@@ -381,12 +385,21 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
             name, source = flag_name(s, s.get(split, default)), "dataset_name"
         if type(name) is str:
             t.set(field, name, source)
+    column = s.get("dataset_prompt_column")  # of Open-R1, which makes a user's turn of it
+    if column:
+        t.set("data.prompt_key", column, "dataset_prompt_column")
+        t.set("data.apply_chat_template", True, "dataset_prompt_column")
+    stops = s.get("generation_kwargs")
+    if isinstance(stops, dict) and stops.keys() == {"stop"}:
+        found = [stops["stop"]] if isinstance(stops["stop"], str) else stops["stop"]
+        t.set("rollout.stop", tuple(map(str, found)), "generation_kwargs")
+        used.append("generation_kwargs")
     if "data.train" not in t.fields:
         t.set("data.train", "train.parquet")
         t.notes["train_dataset"] = "no name of a data set is given; write data.train"
     held_out = str(t.fields.get("data.eval", ""))
-    found = named_set(held_out, on_modelscope=False)
-    if found and not found["split"]:
+    parts = named_set(held_out, on_modelscope=False)
+    if parts and not parts["split"]:
         del t.fields["data.eval"]
         t.notes["data.eval"] = f"name the split: {held_out}{'' if ':' in held_out else ':'}:test"
     t.notes |= s.get("script_notes", {})
@@ -402,15 +415,7 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
     asked = [s["report_to"]] if isinstance(s.get("report_to"), str) else s.get("report_to") or []
     trackers = tuple(name for name in TRACKERS if name in asked)
     t.set("trackers", trackers or ("tensorboard",), "report_to")
-    return [
-        "reward_funcs",
-        "script_notes",
-        "eval_dataset",
-        "dataset_config",
-        "dataset_train_split",
-        "dataset_test_split",
-        "use_liger_kernel",
-    ]
+    return used
 
 
 def evaluates(s: Mapping[str, Any]) -> bool:

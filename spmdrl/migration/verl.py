@@ -184,10 +184,18 @@ def rollout(s: Mapping[str, Any], t: Translation) -> list[str]:
             t.notes[f"{ROLLOUT}.multi_turn.{tools}"] = (
                 "tools are Python functions: docs/multi_turn.md"
             )
+    longest = f"{ROLLOUT}.multi_turn.max_tool_response_length"
+    if longest in s:
+        t.notes[setting(longest, s[longest])] = "of letters; multi_turn.max_reply_tokens is tokens"
+    stops = s.get(f"{ROLLOUT}.stop")
+    if stops:
+        stops = [stops] if isinstance(stops, str) else stops
+        t.set("rollout.stop", tuple(map(str, stops)), f"{ROLLOUT}.stop")
     used = (
-        "name", "top_k", "val_kwargs.top_k", "val_kwargs.temperature", "max_num_batched_tokens",
-        "max_model_len", "prompt_length", "response_length", "multi_turn.tool_config_path",
-        "multi_turn.interaction_config_path", "multi_turn.max_tool_response_length",
+        "name", "stop", "top_k", "val_kwargs.top_k", "val_kwargs.temperature",
+        "max_num_batched_tokens", "max_model_len", "prompt_length", "response_length",
+        "multi_turn.tool_config_path", "multi_turn.interaction_config_path",
+        "multi_turn.max_tool_response_length",
     )  # fmt: skip
     return [f"{ROLLOUT}.{name}" for name in used]
 

@@ -558,11 +558,15 @@ def test_options_of_templates_rewards_and_schedules_of_verl(tmp_path: Path) -> N
         "python3 -m verl.trainer.main_ppo data.train_files=t actor_rollout_ref.model.path=m "
         "+data.apply_chat_template_kwargs.enable_thinking=False "
         "custom_reward_function.path=r.py +custom_reward_function.reward_kwargs.scale=0.5 "
-        "actor_rollout_ref.actor.optim.lr_scheduler_type=wsd\n"
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=wsd "
+        "\"actor_rollout_ref.rollout.stop=['</a>']\" "
+        "actor_rollout_ref.rollout.multi_turn.max_tool_response_length=99\n"
     )
     found = translated(tmp_path / "run.sh")
     assert found.fields["data.chat_template_kwargs"] == {"enable_thinking": False}
+    assert found.fields["rollout.stop"] == ("</a>",)
     assert found.notes.keys() >= {
+        "actor_rollout_ref.rollout.multi_turn.max_tool_response_length=99",
         "custom_reward_function.reward_kwargs.scale=0.5",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=wsd",
     }
@@ -586,6 +590,9 @@ def test_options_of_templates_rewards_and_schedules_of_verl(tmp_path: Path) -> N
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 2},
          {"algo.mini_batches": 1, "data.prompts_per_step": 4}),
         ({"num_processes": 4}, {"data.prompts_per_step": 4}),
+        ({"dataset_prompt_column": "problem", "generation_kwargs": {"stop": ["</a>"]}},
+         {"data.prompt_key": "problem", "data.apply_chat_template": True,
+          "rollout.stop": ("</a>",)}),
         ({"save_strategy": "no", "eval_strategy": "no"},
          {"checkpoint.every_steps": 0, "eval_every": 0}),
         ({"use_peft": True, "lora_target_modules": ["q_proj,", "v_proj"]},
