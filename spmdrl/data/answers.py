@@ -230,8 +230,8 @@ class AnswerDataset:
         keys = (*(k for k in names if k), config.completion_key, config.label_key)
         columns = (*columns_at(*keys), "images", "image", config.video_key, "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
-        # a loss of labelled answers takes both: what the first row has, all have
-        paired = not labelled or lookup(files.row(0), config.chosen_key) is not MISSING
+        # a loss of labelled answers takes both: what the first row has that can be read, all have
+        paired = not labelled or lookup(first_row(files), config.chosen_key) not in (MISSING, None)
         written = None if vision is None else vision.family.text
         asked = as_sft(config)
         encoder = Encoder(tokenizer, asked, config.max_tokens, vocab_size, image_text=written)
@@ -345,6 +345,17 @@ class AnswerDataset:
                 name = "avoided  " if self.labelled else "rejected "
             lines.append(f"    {name} {decode(answer.token_ids[answer.num_asked :])[-200:]!r}")
         return lines
+
+
+def first_row(files: Files) -> dict[str, Any]:
+    """Returns the first row that can be read; without one {}: who reads all rows says what is
+    wrong."""
+    for row in range(len(files)):
+        try:
+            return files.row(row)
+        except BadRow:
+            continue
+    return {}
 
 
 def divided(measured: Measured, parts: int) -> Measured:

@@ -309,6 +309,8 @@ class SftReader:
                     "content of the last turn alone, so what it calls would not be learnt. Set "
                     "data.turns='all', under a chat template that writes calls"
                 )
+            if not chat[-1]["content"]:  # EOS alone would be learnt
+                raise bad_field(f"messages[{len(chat) - 1}].content", "", "a non-empty answer")
             return chat[:-1], chat[-1]["content"]
         config = self.config
         if response is MISSING and row.get("completion") is not None:

@@ -7,14 +7,17 @@ docs/migration.md.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 from spmdrl.cli.hub_names import named_set
 from spmdrl.config import TRACKERS, ConfigError
-from spmdrl.migration.config_source import Translation, setting
+from spmdrl.migration.config_source import Translation, setting, shown
 from spmdrl.migration.shell import Settings, commands
 from spmdrl.migration.trl_datasets import Datasets
+from spmdrl.migration.trl_training import batches, lora, optimizer
 from spmdrl.migration.verl import as_value
 from spmdrl.migration.verl_settings import OTHER_POLICY
 
@@ -26,13 +29,12 @@ DEFAULTS: dict[str, Any] = {  # of TRL
     "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0, "importance_sampling_level": "token", "bf16": True,
     "vllm_gpu_memory_utilization": 0.3, "vllm_tensor_parallel_size": 1, "save_steps": 500,
-    "num_train_epochs": 3,
+    "num_train_epochs": 3, "warmup_steps": 0,
 }  # fmt: skip
 SAME = {
     "model_name_or_path": "model", "model": "model", "output_dir": "run_dir", "seed": "seed",
     "learning_rate": "actor.optim.lr", "weight_decay": "actor.optim.weight_decay",
-    "max_grad_norm": "actor.optim.clip_norm", "warmup_steps": "actor.optim.warmup_steps",
-    "warmup_ratio": "actor.optim.warmup_ratio",
+    "max_grad_norm": "actor.optim.clip_norm", "warmup_ratio": "actor.optim.warmup_ratio",
     "adam_epsilon": "actor.optim.eps", "num_generations": "rollout.n",
     "num_iterations": "algo.epochs", "max_completion_length": "rollout.max_tokens",
     "max_prompt_length": "data.max_prompt_tokens", "temperature": "rollout.temperature",
@@ -50,8 +52,9 @@ SAME = {
     "use_rslora": "actor.lora.use_rslora", "use_dora": "actor.lora.use_dora",
     "chat_template_kwargs": "data.chat_template_kwargs", "trust_remote_code": "trust_remote_code",
     "save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep",
-    "eval_steps": "eval_every",
+    "eval_steps": "eval_every", "shuffle_dataset": "data.shuffle",
 }  # fmt: skip
+RANKS = ("num_processes", "nproc_per_node")  # of accelerate, of torchrun
 ALWAYS = {
     "vllm_mode": "vLLM runs inside the ranks", "use_vllm": "rollout.engine", "do_train": "",
     "gradient_accumulation_steps": "micro-batches are filled by tokens",
@@ -59,10 +62,11 @@ ALWAYS = {
     "steps_per_generation": "in algo.mini_batches", "remove_unused_columns": "rewards ask by name",
     "log_completions": "samples/ has them", "use_peft": "actor.lora", "report_to": "trackers",
     "dataset_name": "data.train", "dataset": "data.train", "train_dataset": "data.train",
-    "shuffle_dataset": "data.shuffle", "ddp_find_unused_parameters": "FSDP2",
+    "ddp_find_unused_parameters": "FSDP2", "run_name": "run_dir",
     "packing": "sequences are always packed", "vllm_server_host": "there is no server",
     "vllm_server_port": "there is no server", "torch_dtype": "actor.dtype", "dtype": "actor.dtype",
-    "attn_implementation": "actor.attention", "config": "",
+    "attn_implementation": "actor.attention", "config": "", "lora_task_type": "actor.lora",
+    **dict.fromkeys(RANKS, "in data.prompts_per_step"),
 }  # fmt: skip
 NOTES = {  # what to do about settings
     "router_aux_loss_coef": "a loss of each sequence, summed over layers; TRL's is of a "
@@ -70,6 +74,11 @@ NOTES = {  # what to do about settings
     "out for a model without experts: docs/experts.md",
     "dataset_mixture": "data.train takes several files; data.sampler.weights are shares of a step, "
     "by data_source, where the mixture's are shares of each data set's rows: docs/mixtures.md",
+    "config_file": "of accelerate: call this program with its num_processes as --ranks",
+    "lora_dropout": "adapters have no dropout: log-probabilities differ by the updates alone",
+    "reward_weights": "one reward function returns the weighted sum",
+    "system_prompt": "of Open-R1: write it into the rows, as the first turn of a chat list",
+    "gradient_checkpointing_kwargs": "layers are computed anew without reentrance",
 }
 TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of GRPOTrainer
 OTHERS = ("DPOConfig", "SFTConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "PPOConfig",
@@ -78,6 +87,18 @@ LOSSES = {"grpo": "seq_mean_token_mean", "bnpo": "token_mean", "dapo": "token_me
           "dr_grpo": "seq_mean_token_sum_norm", "cispo": "token_mean", "sapo": None,
           "luspo": None, "vespo": "token_mean"}  # fmt: skip
 VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+LORA = {  # of peft's LoraConfig, the flag of TRL
+    "r": "lora_r", **{name: name for name in (
+        "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
+    )},
+}  # fmt: skip
+LORA_DEFAULTS = {"bias": "none", "init_lora_weights": True, "inference_mode": False}
+LISTS = {  # flags that take several words
+    "report_to", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
+    "reward_funcs", "reward_weights",
+}  # fmt: skip
+REDIRECTION = re.compile(r"\d*(?:>|<|&>|\|)")  # what follows is no flag's
+ACCURACY = re.compile(r"(?:\w+\.)*accuracy_reward")  # TRL's own reward function
 FLAGS = {f"--{name}" for name in (  # that only GRPO has
     "num_generations", "max_completion_length", "num_iterations", "loss_type", "epsilon_high",
     "scale_rewards", "reward_funcs", "vllm_mode",
@@ -107,6 +128,7 @@ def settings_of_python(text: str) -> Mapping[str, Any] | None:
     defaults = dict(argument for node in calls for argument in arguments_of(node))
     settings: dict[str, Any] = {}
     roles: dict[str, ast.expr] = {}
+    notes = dict(note for node in calls for note in unread(node))
     for node in calls:
         keywords = {k.arg: k.value for k in node.keywords if k.arg is not None}
         if called(node) == "GRPOTrainer":
@@ -116,11 +138,30 @@ def settings_of_python(text: str) -> Mapping[str, Any] | None:
         if called(node) in ("GRPOConfig", "GRPOTrainer"):
             settings |= {k: v for k, v in given.items() if k not in ("args", "peft_config")}
         elif called(node) == "LoraConfig":
-            settings |= {"lora_r": given.get("r", 8), "lora_alpha": given.get("lora_alpha", 8)}
-            kinds = ("use_rslora", "use_dora")
-            settings |= {name: given[name] for name in kinds if name in given}
+            given = {k: v for k, v in given.items() if LORA_DEFAULTS.get(k) != v}
+            settings |= {"lora_r": 8, "lora_alpha": 8}
+            settings |= {LORA.get(name, f"lora_{name}"): value for name, value in given.items()}
+    if any(called(node) == "LoraConfig" for node in calls):
+        notes.pop("peft_config", None)
+    if any(isinstance(n, ast.FunctionDef) and ACCURACY.fullmatch(n.name) for n in ast.walk(tree)):
+        functions = settings.get("reward_funcs")
+        settings["reward_funcs"] = Computed(f"{functions}, which the script defines")
     loads = [node for node in calls if called(node) == "load_dataset"]
-    return settings | datasets_of(tree, loads, roles, defaults)
+    named = datasets_of(tree, loads, roles, defaults)
+    return settings | named | {"script_notes": notes | named["script_notes"]}
+
+
+def unread(node: ast.Call) -> Iterator[tuple[str, str]]:
+    """Gives (setting, what to do) for what a call gives in a form that no name says."""
+    name = called(node)
+    if name not in ("GRPOConfig", "GRPOTrainer", "LoraConfig"):
+        return
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            computed = f"{name}(**{shown(ast.unparse(keyword.value))})"
+            yield computed, "the script computes it; write each of its settings"
+        elif keyword.arg == "peft_config" and ast.unparse(keyword.value) != "None":
+            yield "peft_config", "the script computes it; write actor.lora"
 
 
 def datasets_of(
@@ -129,7 +170,7 @@ def datasets_of(
     roles: Mapping[str, ast.expr],
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns train_dataset and eval_dataset by our names, and `dataset_notes` about them.
+    """Returns train_dataset and eval_dataset by our names, and `script_notes` about them.
 
     loads: the calls of load_dataset. roles: what GRPOTrainer is given as either.
     """
@@ -150,7 +191,7 @@ def datasets_of(
     elif "eval_dataset" in roles and not held_out and ast.unparse(roles["eval_dataset"]) != "None":
         notes["eval_dataset"] = "the script computes it; write data.eval"
     names = {"train_dataset": train[:1], "eval_dataset": held_out[:1]}
-    return {role: names[role][0] for role in names if names[role]} | {"dataset_notes": notes}
+    return {role: names[role][0] for role in names if names[role]} | {"script_notes": notes}
 
 
 def called(node: ast.Call) -> str:
@@ -199,7 +240,11 @@ def settings_of_script(text: str) -> Settings | None:
 
 
 def flags(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Gives (name, value) of each --name value, --name=value, and --name alone, which is True."""
+    """Gives (name, value) of each --name value, --name=value, and --name alone, which is True.
+
+    The value of a flag that takes several words is their list.
+    """
+    words = list(takewhile(lambda word: not REDIRECTION.match(word), words))
     for place, word in enumerate(words):
         if not word.startswith("--"):
             continue
@@ -208,11 +253,18 @@ def flags(words: list[str]) -> Iterator[tuple[str, Any]]:
         following = words[place + 1] if place + 1 < len(words) else "--"
         if not has_value:
             value = "True" if following.startswith("--") else following
+        if name in LISTS and not has_value:
+            several = takewhile(lambda word: not word.startswith("--"), words[place + 1 :])
+            yield name, [as_value(word.rstrip(",")) for word in several]
+            continue
         yield name, None if value == "None" else as_value(value)
 
 
 def translate(given: Mapping[str, Any], ranks: int) -> Translation:
-    """Returns what TRL's settings are here. ranks: of TRL's run, which its batch counts by."""
+    """Returns what TRL's settings are here.
+
+    ranks: of TRL's run, which its batch counts by; 1: as many as its launcher was told, if it was.
+    """
     t = Translation("TRL")
     kept = {"reward_funcs", *ALWAYS} - {*DEFAULTS}  # what is not read may be computed
     for name, value in given.items():
@@ -225,7 +277,10 @@ def translate(given: Mapping[str, Any], ranks: int) -> Translation:
         if number and not isinstance(value, int | float):
             raise ConfigError(f"{name}={value!r}: TRL takes a number")
     s = DEFAULTS | given
-    used = {*objective(s, t), *correction(s, t), *batches(s, t, ranks), *data(s, t)}
+    told = next((s[name] for name in RANKS if type(s.get(name)) is int), 1)
+    ranks = told if ranks == 1 else ranks
+    used = {*objective(s, t), *correction(s, t), *batches(s, t, ranks), *optimizer(s, t),
+            *data(s, t), *lora(s, t)}  # fmt: skip
     for name, value in s.items():
         if name in used:
             continue
@@ -298,8 +353,13 @@ def correction(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.set("algo.correction.mode", mode)
         high = s.get("vllm_importance_sampling_cap", s["vllm_importance_sampling_clip_max"])
         t.set("algo.correction.high", float(high), "vllm_importance_sampling_clip_max")
+        low = s.get("vllm_importance_sampling_clip_min")
         if mode == "mask":
-            t.set("algo.correction.low", float(s.get("vllm_importance_sampling_clip_min") or 1e-9))
+            t.set("algo.correction.low", float(low or 1e-9))
+        elif low:
+            t.notes[setting("vllm_importance_sampling_clip_min", low)] = (
+                "no counterpart with a truncation, which bounds ratios from above alone"
+            )
     elif samples_otherwise(s):
         t.set("algo.correction.level", "token")
         t.notes["algo.correction.level"] = OTHER_POLICY
@@ -312,40 +372,9 @@ def samples_otherwise(s: Mapping[str, Any]) -> bool:
     return any(s.get(name) is not None and s[name] != value for name, value in off.items())
 
 
-def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:
-    """Prompts of a step, optimizer steps, and the schedule, which TRL counts in optimizer steps."""
-    accumulated = s["gradient_accumulation_steps"]
-    per_generation = s.get("steps_per_generation") or accumulated
-    answers = s["per_device_train_batch_size"] * ranks * per_generation
-    answers = s.get("generation_batch_size") or answers
-    t.set(
-        "data.prompts_per_step",
-        max(1, answers // s["num_generations"]),
-        f"per_device_train_batch_size x steps_per_generation x {ranks} ranks / num_generations",
-    )
-    mini_batches = max(1, per_generation // accumulated)
-    t.set("algo.mini_batches", mini_batches, "steps_per_generation")
-    if s["beta"] and s.get("sync_ref_model"):
-        every = s.get("ref_model_sync_steps", 512) // (mini_batches * s["num_iterations"])
-        t.set("algo.ref_model_sync_steps", max(1, every), "ref_model_sync_steps, of updates")
-        t.set("algo.ref_model_mixup_alpha", s.get("ref_model_mixup_alpha", 0.6))
-    updates = s.get("max_steps", -1)
-    if isinstance(updates, int) and updates > 0:
-        t.set("steps", max(1, updates // (mini_batches * s["num_iterations"])), "max_steps")
-    else:
-        t.set("epochs", s["num_train_epochs"], "num_train_epochs")
-    schedule = str(s["lr_scheduler_type"]).rpartition(".")[2].lower()
-    if schedule in ("linear", "cosine"):
-        t.set("actor.optim.schedule", schedule, "lr_scheduler_type")
-        if isinstance(updates, int) and updates > 0:
-            t.set("actor.optim.decay_steps", updates, "max_steps")
-    t.set("actor.dtype", "bfloat16" if s["bf16"] or s.get("fp16") else "float32", "bf16")
-    return ["max_steps", "num_train_epochs", "lr_scheduler_type", "generation_batch_size", "bf16",
-            "fp16", "save_strategy", "eval_strategy", "sync_ref_model", "ref_model_sync_steps",
-            "ref_model_mixup_alpha"]  # fmt: skip
-
-
 def data(s: Mapping[str, Any], t: Translation) -> list[str]:
+    used = ["reward_funcs", "script_notes", "eval_dataset", "dataset_config", "use_liger_kernel",
+            "dataset_train_split", "dataset_test_split", "dataset_prompt_column"]  # fmt: skip
     for role, field, split in (
         ("train_dataset", "data.train", "dataset_train_split"),
         ("eval_dataset", "data.eval", "dataset_test_split"),
@@ -356,51 +385,37 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
             name, source = flag_name(s, s.get(split, default)), "dataset_name"
         if type(name) is str:
             t.set(field, name, source)
+    column = s.get("dataset_prompt_column")  # of Open-R1, which makes a user's turn of it
+    if column:
+        t.set("data.prompt_key", column, "dataset_prompt_column")
+        t.set("data.apply_chat_template", True, "dataset_prompt_column")
+    stops = s.get("generation_kwargs")
+    if isinstance(stops, dict) and stops.keys() == {"stop"}:
+        found = [stops["stop"]] if isinstance(stops["stop"], str) else stops["stop"]
+        t.set("rollout.stop", tuple(map(str, found)), "generation_kwargs")
+        used.append("generation_kwargs")
     if "data.train" not in t.fields:
         t.set("data.train", "train.parquet")
         t.notes["train_dataset"] = "no name of a data set is given; write data.train"
     held_out = str(t.fields.get("data.eval", ""))
-    found = named_set(held_out, on_modelscope=False)
-    if found and not found["split"]:
+    parts = named_set(held_out, on_modelscope=False)
+    if parts and not parts["split"]:
         del t.fields["data.eval"]
         t.notes["data.eval"] = f"name the split: {held_out}{'' if ':' in held_out else ':'}:test"
-    t.notes |= s.get("dataset_notes", {})
+    t.notes |= s.get("script_notes", {})
     t.notes["data.train"] = "columns: prompt, and ground_truth or data.ground_truth_key=<yours>"
     functions = s.get("reward_funcs")
     t.set("reward", "math", "reward_funcs")
-    if functions is not None and "accuracy_reward" not in str(functions):
+    named = str(functions).strip("[]()'\", ")
+    if functions is not None and not ACCURACY.fullmatch(named):
         t.notes[setting("reward_funcs", functions)] = (
             "TRL's take lists of completions; write one for one answer: "
             "def reward(response: str, ground_truth: str) -> float. 'math' stands in its place"
         )
     asked = [s["report_to"]] if isinstance(s.get("report_to"), str) else s.get("report_to") or []
-    named = tuple(name for name in TRACKERS if name in asked)
-    t.set("trackers", named or ("tensorboard",), "report_to")
-    if s.get("lora_target_modules"):
-        t.notes["lora_target_modules"] = (
-            "write actor.lora.target_modules; ours are all linear layers"
-        )
-    if s.get("load_in_4bit"):
-        t.set("actor.lora.quantization", "nf4", "load_in_4bit")
-    if s.get("lora_target_parameters"):
-        t.set("actor.lora.target_parameters", tuple(s["lora_target_parameters"]))
-    if s.get("use_peft") and "lora_r" not in s:
-        t.set("actor.lora.rank", 16, "use_peft")
-    return [
-        "reward_funcs",
-        "dataset_notes",
-        "eval_dataset",
-        "dataset_config",
-        "dataset_train_split",
-        "dataset_test_split",
-        "run_name",
-        "use_liger_kernel",
-        "lora_target_modules",
-        "lora_target_parameters",
-        "load_in_4bit",
-        "lora_dropout",
-        "lora_task_type",
-    ]
+    trackers = tuple(name for name in TRACKERS if name in asked)
+    t.set("trackers", trackers or ("tensorboard",), "report_to")
+    return used
 
 
 def evaluates(s: Mapping[str, Any]) -> bool:

@@ -148,10 +148,15 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
     t.set("data.overlong_prompts", how, "data.filter_overlong_prompts, data.truncation")
     if cut not in ("left", "error") and how != "filter":
         t.notes[setting("data.truncation", cut)] = "a prompt is cut at its beginning, or refused"
+    template = "data.apply_chat_template_kwargs."
+    named = {n.removeprefix(template): n for n in s if n.startswith(template)}
+    if named:
+        values = {name: s[theirs] for name, theirs in named.items()}
+        t.set("data.chat_template_kwargs", values, ", ".join(named.values()))
     if s["data.val_max_samples"] > 0 and "data.eval" in t.fields:
         t.set("data.max_eval_prompts", s["data.val_max_samples"], "data.val_max_samples")
     return ["data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.truncation",
-            "data.val_max_samples"]  # fmt: skip
+            "data.val_max_samples", *named.values()]  # fmt: skip
 
 
 def rollout(s: Mapping[str, Any], t: Translation) -> list[str]:
@@ -171,19 +176,26 @@ def rollout(s: Mapping[str, Any], t: Translation) -> list[str]:
     temperature = s.get(f"{ROLLOUT}.val_kwargs.temperature", 0)
     samples = s.get(f"{ROLLOUT}.val_kwargs.do_sample", temperature > 0)
     t.set("eval_temperature", float(temperature if samples else 0))
-    arguments = {name: s[f"{ROLLOUT}.{name}"] for name in ("max_num_batched_tokens",)
-                 if f"{ROLLOUT}.{name}" in s}  # fmt: skip
-    if arguments:
-        t.set("rollout.engine_args", arguments, f"{ROLLOUT}.max_num_batched_tokens")
+    batched = f"{ROLLOUT}.max_num_batched_tokens"
+    if batched in s:
+        t.set("rollout.engine_args", {"max_num_batched_tokens": s[batched]}, batched)
     for tools in ("tool_config_path", "interaction_config_path"):
         if s.get(f"{ROLLOUT}.multi_turn.{tools}"):
             t.notes[f"{ROLLOUT}.multi_turn.{tools}"] = (
                 "tools are Python functions: docs/multi_turn.md"
             )
+    longest = f"{ROLLOUT}.multi_turn.max_tool_response_length"
+    if longest in s:
+        t.notes[setting(longest, s[longest])] = "of letters; multi_turn.max_reply_tokens is tokens"
+    stops = s.get(f"{ROLLOUT}.stop")
+    if stops:
+        stops = [stops] if isinstance(stops, str) else stops
+        t.set("rollout.stop", tuple(map(str, stops)), f"{ROLLOUT}.stop")
     used = (
-        "name", "top_k", "val_kwargs.top_k", "val_kwargs.temperature", "max_num_batched_tokens",
-        "max_model_len", "prompt_length", "response_length", "multi_turn.tool_config_path",
-        "multi_turn.interaction_config_path", "multi_turn.max_tool_response_length",
+        "name", "stop", "top_k", "val_kwargs.top_k", "val_kwargs.temperature",
+        "max_num_batched_tokens", "max_model_len", "prompt_length", "response_length",
+        "multi_turn.tool_config_path", "multi_turn.interaction_config_path",
+        "multi_turn.max_tool_response_length",
     )  # fmt: skip
     return [f"{ROLLOUT}.{name}" for name in used]
 
@@ -207,6 +219,8 @@ def rewards(s: Mapping[str, Any], t: Translation) -> list[str]:
     if not has_model:
         t.fields.pop("reward_model.model", None)
     used = [name for name in s if name.startswith(("custom_reward_function.", "reward.custom_"))]
+    for option in (name for name in used if ".reward_kwargs." in name):
+        t.notes[setting(option, s[option])] = "write it into the function, as a default"
     manager = s.get("reward_model.reward_manager", s.get("reward.reward_manager.name"))
     if manager not in (None, "naive", "dapo"):
         t.notes[setting("reward_manager", manager)] = "rewards are functions: docs/rewards.md"

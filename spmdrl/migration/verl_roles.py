@@ -98,6 +98,8 @@ def layout(s: Mapping[str, Any], t: Translation, theirs: str, ours: str) -> list
 
 def optimizer(s: Mapping[str, Any], t: Translation, theirs: str, ours: str) -> list[str]:
     used: list[str] = []
+    # verl's schedules count rollouts, ours count the updates that are made with each
+    updates = t.fields["algo.mini_batches"] * s.get(f"{ACTOR}.ppo_epochs", 1)
     for key in (f"{theirs}.optim.optimizer", f"{theirs}.optim.name"):
         used.append(key)
         name = str(s.get(key, "adamw"))
@@ -109,18 +111,23 @@ def optimizer(s: Mapping[str, Any], t: Translation, theirs: str, ours: str) -> l
         key = f"{theirs}.optim.{name}"
         used.append(key)
         value = s.get(key)
-        if value is not None and not (name == "lr_warmup_steps" and value < 0):
+        if name == "lr_warmup_steps" and value is not None:
+            if value >= 0:
+                t.set(f"{ours}.optim.{field}", value * updates, f"{key}, of updates")
+        elif value is not None:
             t.set(f"{ours}.optim.{field}", tuple(value) if isinstance(value, list) else value, key)
     names = [f"{theirs}.optim.{n}" for n in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
     source = next((name for name in names if s.get(name) is not None), "")
     if s.get(source) in ("cosine", "linear"):
         t.set(f"{ours}.optim.schedule", s[source], source)
-        steps = s.get(f"{theirs}.optim.lr_decay_steps")
-        if steps:
-            t.set(f"{ours}.optim.decay_steps", steps, f"{theirs}.optim.lr_decay_steps")
-        elif s.get("trainer.total_training_steps"):  # with epochs it ends with the run
-            t.notes[f"{ours}.optim.decay_steps"] = "write the optimizer steps until the lowest rate"
-            t.set(f"{ours}.optim.decay_steps", 1000)
+        decay = f"{theirs}.optim.lr_decay_steps", "trainer.total_training_steps"
+        until = next((name for name in decay if s.get(name)), None)
+        if until is not None:  # with epochs it ends with the run
+            t.set(f"{ours}.optim.decay_steps", s[until] * updates, f"{until}, of updates")
+    elif s.get(source) not in (None, "constant"):
+        t.notes[setting(source, s[source])] = (
+            "optim.schedule is constant, linear or cosine; constant is taken"
+        )
     ratio = f"{theirs}.optim.lr_warmup_steps_ratio"
     warmup = s.get(f"{theirs}.optim.lr_warmup_steps")
     if s.get(ratio) and (warmup is None or warmup < 0):  # verl takes it where no steps are given

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from spmdrl.checkpoint.disk_space import writing
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import (
     AnswerDataConfig,
@@ -326,14 +327,15 @@ def export(
         for _ in gathered:
             pass
         return
-    out.mkdir(parents=True, exist_ok=True)
     config, *others = run.actor.model.pretrained
-    for part in (config, *others, run.tokenizer):
-        part.save_pretrained(out)
     has_mtp = run.task.kind == "policy" and num_mtp_layers(config) > 0
     copies, mtp = beside(shapes, config, lambda: stored_mtp(run) if has_mtp else None)
     dtype = DTYPES.get(run.config.out_dtype or "", config.dtype)
-    write_weights(gathered, shapes, dtype, out, copies, mtp)
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for part in (config, *others, run.tokenizer):
+            part.save_pretrained(out)
+        write_weights(gathered, shapes, dtype, out, copies, mtp)
 
 
 def stored_mtp(run: SupervisedRun) -> MtpTensors | None:

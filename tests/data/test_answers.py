@@ -100,6 +100,16 @@ def test_pairs_for_labelled_answers_are_split_and_labelled_rows_taken(
     alone = load(tokenizer, topology, tmp_path / "s.jsonl", single, labelled=True)
     assert len(split) == len(alone) == 10
     assert split.measured.num_tokens.sum() == alone.measured.num_tokens.sum()
+    broken = tmp_path / "b.jsonl"
+    broken.write_text("{no row}\n" + (tmp_path / "p.jsonl").read_text())
+    config = AnswerDataConfig(str(broken), on_bad_row="skip")
+    rest = AnswerDataset.load(str(broken), tokenizer, config, topology, labelled=True)
+    assert len(rest) == 10 and rest.measured.num_bad == 1 and rest.answers(9) == split.answers(9)
+    config = AnswerDataConfig(str(broken))
+    with pytest.raises(ConfigError, match="line 1: not valid JSON"):
+        AnswerDataset.load(str(broken), tokenizer, config, topology, labelled=True)
+    both = [row | {"chosen": None, "rejected": None} for row in single]  # as Parquet writes them
+    assert load(tokenizer, topology, tmp_path / "n.jsonl", both, labelled=True).per_row == 1
     for i in range(10):
         assert split.answers(i) == alone.answers(i)
     batch = split.batch([2, 3, 9])

@@ -90,6 +90,10 @@ def test_sft_overlong_rows_are_cut_and_counted(topology, tokenizer, tmp_path):
         ({"prompt": None, "response": "r"}, "'prompt': found null"),
         ({"messages": [{"role": "user", "content": "q"}]}, "'messages': .*the last by the assist"),
         ({"messages": "q"}, "'messages': found str 'q'"),
+        (
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]},
+            r"'messages\[1\].content': found str ''",
+        ),
     ],
 )
 def test_sft_bad_rows(topology, tokenizer, tmp_path, bad, words):

@@ -524,7 +524,9 @@ def test_epochs_and_a_warm_up_that_is_a_share_are_taken_as_they_are() -> None:
         "actor_rollout_ref.model.path": "m", "data.train_files": "d", f"{actor}.lr_warmup_steps": 5,
         f"{actor}.lr_warmup_steps_ratio": 0.1,
     })  # fmt: skip
-    assert both.fields["actor.optim.warmup_steps"] == 5
+    updates = both.fields["algo.mini_batches"]
+    assert updates == 1024 // 256  # of a rollout by verl's defaults
+    assert both.fields["actor.optim.warmup_steps"] == 5 * updates
     assert "actor.optim.warmup_ratio" not in both.fields
     given = {"model": "m", "dataset_name": "d", "num_train_epochs": 2, "warmup_ratio": 0.03}
     ours = trl.translate(given | {"dataset_mixture": {"datasets": []}}, 1)
@@ -534,3 +536,130 @@ def test_epochs_and_a_warm_up_that_is_a_share_are_taken_as_they_are() -> None:
     balanced = trl.translate(given | {"router_aux_loss_coef": 0.01}, 1)
     assert balanced.fields["actor.router_aux_loss_coef"] == 0.01
     assert any("experts per token / layers" in why for why in balanced.notes.values())
+
+
+def test_schedules_of_verl_count_rollouts_and_ours_updates() -> None:
+    """verl takes one step of its learning-rate schedule for a rollout, whatever its updates."""
+    actor = "actor_rollout_ref.actor"
+    fields = verl.translate({
+        "actor_rollout_ref.model.path": "m", "data.train_files": "d",
+        "data.train_batch_size": 512, f"{actor}.ppo_mini_batch_size": 128, f"{actor}.ppo_epochs": 2,
+        f"{actor}.optim.lr_warmup_steps": 10, f"{actor}.optim.lr_scheduler_type": "cosine",
+        "trainer.total_training_steps": 300, "critic.optim.lr_warmup_steps": -1,
+    }).fields  # fmt: skip
+    assert (fields["algo.mini_batches"], fields["steps"]) == (4, 300)
+    assert fields["actor.optim.warmup_steps"] == 10 * 4 * 2
+    assert fields["actor.optim.decay_steps"] == 300 * 4 * 2
+    assert "critic.optim.warmup_steps" not in fields
+
+
+def test_options_of_templates_rewards_and_schedules_of_verl(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo data.train_files=t actor_rollout_ref.model.path=m "
+        "+data.apply_chat_template_kwargs.enable_thinking=False "
+        "custom_reward_function.path=r.py +custom_reward_function.reward_kwargs.scale=0.5 "
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=wsd "
+        "\"actor_rollout_ref.rollout.stop=['</a>']\" "
+        "actor_rollout_ref.rollout.multi_turn.max_tool_response_length=99\n"
+    )
+    found = translated(tmp_path / "run.sh")
+    assert found.fields["data.chat_template_kwargs"] == {"enable_thinking": False}
+    assert found.fields["rollout.stop"] == ("</a>",)
+    assert found.notes.keys() >= {
+        "actor_rollout_ref.rollout.multi_turn.max_tool_response_length=99",
+        "custom_reward_function.reward_kwargs.scale=0.5",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=wsd",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"adam_beta2": 0.99, "optim": "adamw_8bit", "shuffle_dataset": False},
+         {"actor.optim.betas": (0.9, 0.99), "actor.optim.name": "adamw8bit",
+          "data.shuffle": False}),
+        ({"warmup_steps": 0.05, "max_steps": 40, "lr_scheduler_type": "cosine_with_min_lr",
+          "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+         {"actor.optim.warmup_ratio": 0.05, "actor.optim.schedule": "cosine",
+          "actor.optim.decay_steps": 40, "actor.optim.min_lr_ratio": 0.1}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10, "optim": "adamw_torch"},
+         {"actor.optim.warmup_steps": 10}),
+        # 8 answers of each rank in each of 4 micro-batches; one generation is 16 of them
+        ({"gradient_accumulation_steps": 4, "generation_batch_size": 16 * 8},
+         {"algo.mini_batches": 4, "data.prompts_per_step": 16}),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+         {"algo.mini_batches": 1, "data.prompts_per_step": 4}),
+        ({"num_processes": 4}, {"data.prompts_per_step": 4}),
+        ({"dataset_prompt_column": "problem", "generation_kwargs": {"stop": ["</a>"]}},
+         {"data.prompt_key": "problem", "data.apply_chat_template": True,
+          "rollout.stop": ("</a>",)}),
+        ({"save_strategy": "no", "eval_strategy": "no"},
+         {"checkpoint.every_steps": 0, "eval_every": 0}),
+        ({"use_peft": True, "lora_target_modules": ["q_proj,", "v_proj"]},
+         {"actor.lora.target_modules": ("q_proj", "v_proj")}),
+        ({"use_peft": True, "lora_target_modules": "all-linear"},
+         {"actor.lora.target_modules": "all-linear"}),
+    ],
+    ids=lambda value: next(iter(value)),
+)  # fmt: skip
+def test_how_trl_trains(given: dict, fields: dict, tmp_path: Path) -> None:
+    found = trl.translate({"model": "m"} | given, ranks=1)
+    assert {name: found.fields.get(name) for name in fields} == fields
+    schedules = {"actor.optim.warmup_steps", "actor.optim.warmup_ratio", "actor.optim.schedule"}
+    if "lr_scheduler_type" in given:
+        assert schedules & found.fields.keys() == schedules & fields.keys()
+    assert not any("nothing here has this name" in why for why in found.notes.values())
+    run_of(found, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"lr_scheduler_type": "inverse_sqrt"}, "lr_scheduler_type=inverse_sqrt"),
+        ({"optim": "adafactor"}, "optim=adafactor"),
+        ({"lora_r": 8}, "lora_target_modules"),
+        ({"lora_r": 8, "lora_target_modules": "all-linear", "lora_dropout": 0.1},
+         "lora_dropout=0.1"),
+        ({"lora_r": 8, "lora_target_modules": ".*attn.*"}, "lora_target_modules=['.*attn.*']"),
+        ({"save_strategy": "epoch"}, "save_strategy=epoch"),
+        ({"reward_funcs": ["accuracy_reward", "think_format_reward"]},
+         "reward_funcs=['accuracy_reward', 'think_format_reward']"),
+        ({"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate",
+          "vllm_importance_sampling_clip_min": 0.5}, "vllm_importance_sampling_clip_min=0.5"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_what_of_trl_is_not_taken_is_named(given: dict, name: str) -> None:
+    assert name in trl.translate({"model": "m"} | given, ranks=1).notes
+
+
+def test_flags_of_several_words(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "accelerate launch --num_processes 4 grpo.py --num_generations 8 --use_peft \\\n"
+        " --lora_target_modules q_proj, v_proj --report_to wandb tensorboard --lora_r 4 \\\n"
+        " --reward_funcs accuracy_reward think_format_reward --bf16 2>&1 | tee log\n"
+    )
+    found = translated(tmp_path / "run.sh")
+    assert found.fields["actor.lora.target_modules"] == ("q_proj", "v_proj")
+    assert found.fields["trackers"] == ("tensorboard", "wandb")
+    assert found.fields["data.prompts_per_step"] == 4  # of 4 ranks of 8 answers
+    assert any(name.startswith("reward_funcs=") for name in found.notes)
+
+
+def test_layers_of_adapters_and_what_a_python_script_hides(tmp_path: Path) -> None:
+    file = tmp_path / "run.py"
+    head = "def accuracy_reward(completions): ...\ntrainer = GRPOTrainer(model='m/m', "
+    file.write_text(
+        f"{head}reward_funcs=[accuracy_reward], args=GRPOConfig(**common, beta=0.1),\n"
+        "    peft_config=LoraConfig(r=4, target_modules=['q_proj', 'o_proj'], bias='none',\n"
+        "        lora_dropout=0.05, modules_to_save=['embed_tokens'], task_type='CAUSAL_LM'))\n"
+    )
+    found = translated(file)
+    assert found.fields["actor.lora.target_modules"] == ("q_proj", "o_proj")
+    assert found.notes.keys() >= {
+        "GRPOConfig(**common)", "lora_dropout=0.05", "lora_modules_to_save=['embed_tokens']",
+        "reward_funcs=[accuracy_reward], which the script defines",
+    }  # fmt: skip
+    assert "peft_config" not in found.notes and "lora_bias=none" not in found.notes
+    file.write_text(f"{head}args=GRPOConfig(), peft_config=get_peft_config(model_args))\n")
+    assert "peft_config" in translated(file).notes

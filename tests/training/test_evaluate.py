@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
@@ -10,8 +11,9 @@ from statistics import fmean, pstdev
 import pytest
 from programs import CONFIG, metrics_of, torchrun, train, write_task
 
-from spmdrl.config import ConfigError, DataConfig, PpoConfig
+from spmdrl.config import ConfigError, DataConfig, PpoConfig, RolloutConfig
 from spmdrl.evaluate import evaluation_of
+from spmdrl.training.checks.rl import check_held_out
 
 # a prompt whose sum is divisible by 3 loses an answer, one whose sum is 11 all
 SAMPLED = CONFIG.replace(
@@ -197,6 +199,21 @@ def test_an_evaluation_has_a_folder_of_its_own(tmp_path, monkeypatch, checkpoint
     without = PpoConfig("m", DataConfig("t"), "gsm8k")
     with pytest.raises(ConfigError, match=r"data\.eval is not set"):
         evaluation_of(without, checkpoint, out)
+
+
+def test_a_checkpoint_of_a_reward_model_is_refused(qwen3, tmp_path):
+    """Its backbone with a head of the embedding would answer, and that without a word."""
+    saved = tmp_path / "checkpoints/step_00000001"
+    shutil.copytree(qwen3, saved / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    (saved / "run.json").write_text("{}")
+    data, rollout = DataConfig("t", eval="e", max_prompt_tokens=64), RolloutConfig(max_tokens=64)
+    asked = PpoConfig("m", data, "gsm8k", rollout=rollout)
+    config = evaluation_of(asked, str(saved), "")
+    check_held_out(config, 1, 1)
+    file = saved / "hf/config.json"
+    file.write_text(file.read_text().replace("Qwen3ForCausalLM", "Qwen3ForSequenceClassification"))
+    with pytest.raises(ConfigError, match="a classifier, which writes no text"):
+        check_held_out(config, 1, 1)
 
 
 @pytest.mark.ranks

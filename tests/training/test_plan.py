@@ -335,8 +335,10 @@ def test_sft_is_checked_too(qwen3):
     check_sft(sft(data=evaluated, checkpoint=by_eval), 2)
     check_sft(sft(checkpoint=best(best_metric="sft/loss", best_is="smallest")), 2)
     cosine = TrainConfig(optim=OptimConfig(schedule="cosine"))
+    warm = TrainConfig(optim=OptimConfig(schedule="cosine", warmup_steps=3))
     for changes, words in [
         ({"actor": cosine}, r"decay_steps above warmup_steps=0, e\.g\. 100"),
+        ({"actor": warm, "steps": 2}, "has only 2 .*: shorten the warm-up"),
         ({"actor": TrainConfig(fsdp=3)}, "actor.fsdp"),
         ({"actor": TrainConfig(ulysses=2, fsdp=1)}, "ulysses=2 with fsdp=1"),
         ({"actor": TrainConfig(model="m")}, "actor.model"),

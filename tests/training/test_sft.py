@@ -5,11 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
+from transformers import AutoTokenizer
 
 from spmdrl.data.packing import sequence_work
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.training.row_share import share_of
-from spmdrl.training.supervised import stored_mtp
+from spmdrl.training.supervised import export, stored_mtp
 
 
 def test_ranks_are_given_equal_work():
@@ -36,6 +39,19 @@ def imbalance(rows, shares) -> float:
     lens = torch.from_numpy(rows.measured.num_tokens)
     loads = [float(sequence_work(lens[share]).sum()) for share in shares]
     return max(loads) * len(loads) / sum(loads)
+
+
+def test_a_full_disk_is_named_where_the_model_is_written(qwen3, tmp_path):
+    config, tokenizer = load_hf_config(str(qwen3)), AutoTokenizer.from_pretrained(qwen3)
+    run = SimpleNamespace(
+        runtime=SimpleNamespace(is_main=True), tokenizer=tokenizer,
+        actor=SimpleNamespace(model=SimpleNamespace(pretrained=(config,))),
+        task=SimpleNamespace(kind="policy"), config=SimpleNamespace(out_dtype=None),
+    )  # fmt: skip
+    (tmp_path / "model.safetensors.unfinished").symlink_to("/dev/full")
+    weight = torch.zeros(1 << 20)
+    with pytest.raises(OSError, match=f"cannot write {tmp_path}.* MiB are free: No space left"):
+        export(iter([("w", weight)]), {"w": (1 << 20,)}, run, tmp_path)
 
 
 def test_a_run_ends_with_its_model_where_the_files_of_untrained_layers_are_gone(capsys):

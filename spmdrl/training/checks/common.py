@@ -228,11 +228,14 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
 
 def check_decay(name: str, optim: OptimConfig, updates: int) -> None:
     """Raises ConfigError where the rate would decay before it is there. updates: of the run."""
+    warmup = optim.warmup_steps
+    advice = f", e.g. {updates}, the number of optimizer steps of this run"
+    if updates <= warmup:
+        advice = f", but the run has only {updates} optimizer steps: shorten the warm-up"
     require(
-        optim.schedule == "constant" or optim.decay_steps > optim.warmup_steps,
+        optim.schedule == "constant" or optim.decay_steps > warmup,
         f"{name}.optim.schedule={optim.schedule!r} needs optim.decay_steps above "
-        f"warmup_steps={optim.warmup_steps}, e.g. {updates}, the number of optimizer steps of "
-        "this run",
+        f"warmup_steps={warmup}{advice}",
     )
 
 

@@ -369,8 +369,8 @@ def check_held_out(config: PpoConfig, num_scorers: int, world: int) -> None:
         check_strict_model(hf, config.rollout.engine)
     check_judge(config, tuple(range(world)), tuple(range(num_scorers)))
     check_judge_files(config)
-    if config.resume == "never":  # else it is a checkpoint, whose weights are exported first
-        check_model_files("model", config.model, hf)
+    # the weights of a checkpoint are exported first
+    check_model_files("model", config.model, hf, has_weights=config.resume == "never")
     check_eos(config.model, config.rollout)
 
 
