@@ -66,7 +66,6 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
         import vllm.v1.attention.backends.cpu_attn
         import vllm.v1.worker.cpu_worker
         from vllm.config.logging import LoggingConfig
-
         from vllm.model_executor.layers.vocab_parallel_embedding import (
             get_masked_input_and_mask as mask_other_ranks_tokens,
         )
