@@ -46,6 +46,8 @@ def bad(kind: str) -> str:
         os._exit(3)
     if kind == "hang":
         time.sleep(100)
+    if kind == "bytes":
+        return "42 \u20ac\n".encode() + b"\xff"  # type: ignore[return-value]
     return object()  # type: ignore[return-value]
 
 

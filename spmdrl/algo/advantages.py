@@ -24,6 +24,7 @@ from spmdrl_kernels import scan
 from torch import Tensor
 
 from spmdrl.algo.options import Positive, UnitInterval, given_options, option_values
+from spmdrl.algo.own_functions import checked_advantage, name_of
 from spmdrl.config import AlgoConfig
 from spmdrl.segments import lengths_to_cu_seqlens, segment_expand, segment_sum
 
@@ -429,8 +430,12 @@ def estimator_of(algo: AlgoConfig) -> Estimator:
 
 def advantage_of(algo: AlgoConfig) -> Callable[[Any], Any]:
     """Returns the estimator as f(outcomes) or f(tokens), with the options of the config."""
-    function = estimator_of(algo).function
-    return partial(function, **given_options(function, algo.advantage_args))
+    estimator = estimator_of(algo)
+    function = estimator.function
+    given = partial(function, **given_options(function, algo.advantage_args))
+    if isinstance(algo.advantage, str):
+        return given
+    return checked_advantage(given, name_of(function), estimator.sees, estimator.critic)
 
 
 def advantage_options(algo: AlgoConfig) -> dict[str, Any]:

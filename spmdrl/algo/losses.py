@@ -28,6 +28,7 @@ from spmdrl.algo.options import (
     given_options,
     option_values,
 )
+from spmdrl.algo.own_functions import checked_aggregation, checked_loss, name_of
 from spmdrl.algo.preference_losses import PREFERENCE_LOSSES, PreferenceLoss
 from spmdrl.config import Aggregation, AlgoConfig
 from spmdrl.segments import segment_expand, segment_sum
@@ -341,7 +342,9 @@ def aggregate_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Tensor, int], Te
     counts: `loss_counts` over all ranks' tokens of the mini-batch.
     """
     chosen = aggregation_of(algo)
-    return AGGREGATIONS[chosen] if isinstance(chosen, str) else chosen
+    if isinstance(chosen, str):
+        return AGGREGATIONS[chosen]
+    return chosen if chosen in AGGREGATIONS.values() else checked_aggregation(chosen)
 
 
 # ---- all policy losses
@@ -429,7 +432,8 @@ def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch], Loss]:
     if loss.pairs is not None:
         return reinforce
     function = loss.function
-    return partial(function, **given_options(function, algo.loss_args))
+    given = partial(function, **given_options(function, algo.loss_args))
+    return given if isinstance(algo.policy_loss, str) else checked_loss(given, name_of(function))
 
 
 def loss_options(algo: AlgoConfig) -> dict[str, Any]:

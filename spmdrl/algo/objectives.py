@@ -34,6 +34,7 @@ from spmdrl.algo.losses import (
     ratio_of,
     value_loss,
 )
+from spmdrl.algo.own_functions import checked_kl
 from spmdrl.config import AlgoConfig
 from spmdrl.segments import segment_expand, segment_sum, to_device
 from spmdrl.types import Batch
@@ -206,7 +207,7 @@ def kl_estimator_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor], Tensor]:
     if algo.kl_cut is not None:  # training/checks/algorithms.py refuses it with other estimators
         plain = partial(k3, cut=algo.kl_cut)
         return partial(with_gradient_of_k2, plain) if chosen == "k3+" else plain
-    return ESTIMATORS[chosen] if isinstance(chosen, str) else chosen
+    return ESTIMATORS[chosen] if isinstance(chosen, str) else checked_kl(chosen)
 
 
 def kl_in_loss(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -9,6 +9,8 @@ import numpy as np
 
 from spmdrl.config import ConfigError
 
+WORDS = {"length": "usable rows:", "seed": "seed", "shuffle": "data.shuffle"}
+
 
 class PromptOrder:
     """Says which prompts each step asks: a permutation per epoch, walked `prompts_per_step` at a
@@ -66,10 +68,10 @@ class PromptOrder:
         differ = [name for name in own if state[name] != own[name]]
         if differ and not may_differ:
             changes = "; ".join(
-                f"{name}={state[name]}, this run has {name}={own[name]}" for name in differ
+                f"{WORDS[name]} {state[name]}, this run has {own[name]}" for name in differ
             )
             raise ConfigError(
-                f"the checkpoint's data position was taken with {changes} (length: usable rows). "
+                f"the checkpoint's data position was taken with {changes}. "
                 "Use the same data and seed, begin a new epoch of these rows with "
                 "--checkpoint.accept_changes data, or start anew with --resume never."
             )

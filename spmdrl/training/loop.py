@@ -30,7 +30,7 @@ Metrics = dict[str, float]
 
 
 def nothing(*_: Any) -> None:
-    """A part of the loop for which a kind of training has nothing to do."""
+    """Stands where a kind of training has nothing to do in a part of the loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class TrainingRun:
     state: RunState  # what checkpoints hold
     spans: SpanLog
     program: str  # its module, "spmdrl.ppo"
-    curve: Curve  # what is to improve
-    signs: LearningSigns  # that nothing is learnt
+    curve: Curve  # the number that training is to improve
+    signs: LearningSigns  # warn where nothing can be learnt
     line_every: int  # steps; the last has a line too
     # step -> metrics, {} on ranks that do not know them; the log's rank does
     step: Callable[[int], Metrics]
@@ -63,9 +63,9 @@ def train(
     build: Callable[[], TrainingRun],
     least_bytes: Callable[[], int],
 ) -> None:
-    """Every rank runs it from the first line to the last.
+    """Builds the run, resumes it and runs its steps to the end. Every rank runs every line.
 
-    build: loads data and models; collective. least_bytes: of a checkpoint.
+    build: loads data and models; collective. least_bytes: what a checkpoint takes at least.
     """
     profiled = Profiler(config, runtime)
     with runtime.phases("check folders"):
@@ -79,7 +79,7 @@ def train(
     done, log = resume(run.state, run.spans)
     run.begin(done)
     tell_change(run.state, log)
-    keep_what_stands()
+    keep_what_stands()  # garbage collection leaves it alone from here on
     heap = Heap()
     savers = build_savers(run.state, log)
     ending = StopController(config, runtime, savers, run.lag)

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: PpoConfig, runtime: Runtime) -> None:
-    """A whole run. Every rank runs it from the first line to the last."""
+    """Trains from the start, or from a checkpoint, to the last step. Every rank runs every line."""
     least_bytes = partial(least_checkpoint_bytes, saved_roles(config), config.model)
     loop.train(config, runtime, partial(training_run, config, runtime), least_bytes)
 

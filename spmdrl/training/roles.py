@@ -101,7 +101,7 @@ class Roles:
     training: Topology  # ranks of actor, ref, critic and prm
     syncing: Topology  # ranks of actor and rollout
     phases: Phases
-    post: P2PChannel
+    post: P2PChannel  # messages from one rank to another
     tokenizer: Any
     sampler: Sampler
     weights: WeightSync | None  # actor -> rollout; None: there is no rollout engine (a replay)
@@ -180,11 +180,11 @@ def train(
     epochs: int,
     before: Callable[[Batch, int], dict[str, float]] | None = None,
 ) -> dict[str, float]:
-    """`epochs` passes of one update per mini-batch; metrics are means (maxima) over the updates.
+    """Makes one update per mini-batch, `epochs` times over. Returns metrics: means over the
+    updates, and maxima where the name ends in _max.
 
-    before(batch, number of updates done): called ahead of each; what it returns are metrics of the
-    update, in place of its own of the same name. A mini-batch that has nothing to learn from on any
-    rank makes no update.
+    before(batch, number of updates done): is called before each update; its metrics replace those
+    of the update. A mini-batch that has nothing to learn from on any rank makes no update.
     """
     updates: list[dict[str, float]] = []
     skipped_before = trainer.skipped
@@ -206,9 +206,9 @@ def train(
 def update(
     trainer: Trainer, batch: Batch, loss_fn: LossFn, temperature: float, nan_updates: int
 ) -> dict[str, float]:
-    """Its metrics; {} where there was nothing to learn, or what is not finite may be passed over.
-
-    Raises FloatingPointError on every rank, with the weights as they were, where it may not.
+    """Makes one update. Returns its metrics; {} where there was nothing to learn, or where loss or
+    gradient was not finite and nan_updates lets it pass. Else that raises FloatingPointError on
+    every rank, with the weights as they were.
     """
     try:
         found = trainer.model.update(batch, loss_fn, temperature, trainer.images)

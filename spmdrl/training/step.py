@@ -90,7 +90,7 @@ def compute_values(roles: Roles, batches: TrainBatches) -> None:
 def compute_old_logprobs(roles: Roles, batches: TrainBatches) -> None:
     """Sets old_logprobs by the actor before it learns, or by what the rollout engine said.
 
-    With one update the update's own pass gives them, and there is nothing to do here.
+    A single update's own pass gives them. A second one needs them from here: else its ratio is 1.
     """
     actor, algo = roles.actor, roles.config.algo
     if not actor.here:

@@ -9,7 +9,7 @@ import torch
 from golden_batches import batch_of, flat, random_trajectories
 
 from spmdrl.algo import kl, losses, objectives, selection
-from spmdrl.algo.advantages import Estimator, token_rewards
+from spmdrl.algo.advantages import Estimator, Outcomes, advantage_of, token_rewards
 from spmdrl.algo.correction import (
     correction_weights,
     mismatch_metrics,
@@ -17,7 +17,7 @@ from spmdrl.algo.correction import (
     rejection_keep,
     take_mismatch,
 )
-from spmdrl.config import AlgoConfig, CorrectionConfig
+from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.types import Batch
 
@@ -547,6 +547,40 @@ def test_functions_of_the_users_take_the_place_of_names():
     torch.testing.assert_close(loss, (per_token * batch.loss_mask).sum() / 12)
     assert float(sums["mine"]) == float(batch.loss_mask.sum())
     assert float(sums["mine_max"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"policy_loss": lambda new, old, mb: ((new * mb.loss_mask).sum(), {})},
+         r"as losses, returned a tensor of shape \(\); .* \(num_tokens,\)"),
+        ({"policy_loss": lambda new, old, mb: new}, "must return a pair: .* a Tensor"),
+        ({"policy_loss": lambda new, old, mb: (new, {"lr": new})}, "a metric actor/lr of its own"),
+        ({"policy_loss": lambda new, old, mb: (new, {"mine": 1.0})}, "metric 'mine', returned 1.0"),
+        ({"policy_loss": lambda new, old, mb: (new, {3: new})}, "name 3 of a metric"),
+        ({"kl_estimator": lambda p, q: (p - q).sum(), "kl_coef": 0.1}, r"tensor of shape \(\)"),
+    ],
+)  # fmt: skip
+def test_what_functions_of_the_users_return_is_checked(chosen, message):
+    """Else it would be broadcast, or written over by a number of the step's own."""
+    _, batch, new = objective_batch(0)
+    batch.loss_weights = batch.loss_mask / 12
+    objective = objectives.policy_objective(AlgoConfig(**chosen))
+    with pytest.raises(ConfigError, match=message):
+        objective(new, torch.zeros_like(new), batch)
+
+
+def test_other_functions_of_the_users_are_checked_too():
+    aggregate = losses.aggregate_of(AlgoConfig(aggregation=lambda mask, *_: mask.sum()))
+    with pytest.raises(ConfigError, match=r"algo.aggregation: .* tensor of shape \(\)"):
+        aggregate(torch.ones(3), torch.tensor([3]), torch.ones(2), 12)
+    seen = Outcomes(*[torch.ones(4)] * 7)
+    estimate = advantage_of(AlgoConfig(advantage=lambda o: o.scores[:1]))
+    with pytest.raises(ConfigError, match=r"algo.advantage: .* shape \(n,\), here \(4,\)"):
+        estimate(seen)
+    with_critic = Estimator(lambda o: o.scores, critic=True)
+    with pytest.raises(ConfigError, match="must return a pair, advantages and returns"):
+        advantage_of(AlgoConfig(advantage=with_critic))(seen)
 
 
 def test_extreme_ratios_stay_finite():

@@ -52,9 +52,9 @@ def test_resume_with_another_step_size_goes_on_where_it_was():
 def test_resume_refuses_another_order():
     state = PromptOrder(10, 3, seed=5).state_dict()
     for other, word in [
-        (PromptOrder(11, 3, seed=5), "length=10, this run has length=11"),
-        (PromptOrder(10, 3, seed=6), "seed=5, this run has seed=6"),
-        (PromptOrder(10, 3, seed=5, shuffle=False), "shuffle=True"),
+        (PromptOrder(11, 3, seed=5), "usable rows: 10, this run has 11"),
+        (PromptOrder(10, 3, seed=6), "with seed 5, this run has 6"),
+        (PromptOrder(10, 3, seed=5, shuffle=False), "shuffle True, this run has False"),
     ]:
         with pytest.raises(ConfigError, match=word) as error:
             other.load_state_dict(state)

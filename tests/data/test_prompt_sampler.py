@@ -249,7 +249,7 @@ def test_another_seed_draws_others_and_without_a_sampler_the_order_is_what_it_wa
         assert plain.event(step) == {"order": order.state_dict()}
     assert plain.state_dict() == order.state_dict() and plain.metrics(1) == {}
     assert tracked.load_state_dict(order.state_dict())  # of a run that kept no rates
-    with pytest.raises(ConfigError, match="seed=5, this run has seed=1"):
+    with pytest.raises(ConfigError, match="with seed 5, this run has 1"):
         PromptSampler(100, rows, data, 1).load_state_dict(tracked.state_dict())
 
 

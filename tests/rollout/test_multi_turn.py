@@ -149,6 +149,7 @@ def test_a_turn_that_a_stop_string_ended_is_closed_first(talk: Any, tokenizer: A
         (call("bad", kind="die"), "Error: its process exited with code 3"),
         (call("bad", kind="hang"), "Error: timed out after 2 s"),
         (call("bad", kind="object"), "<object object at"),
+        (call("bad", kind="bytes"), "42 \u20ac\n\ufffd"),
     ],
 )  # fmt: skip
 def test_a_call_that_fails_says_why_to_the_policy(

@@ -51,13 +51,14 @@ class Mine(Tracker):
     def log(self, step, metrics):
         with open("mine.jsonl", "a") as file:
             file.write(__import__("json").dumps({"step": step, **metrics}) + chr(10))
+        metrics.clear()  # its own copy
 
     def open(self, run_dir, options, done):
         assert options["rollout.n"] == 4 and run_dir.name == "run"
 
 import dataclasses
 config = dataclasses.replace(config, trackers=(
-    "tensorboard", "wandb", "mlflow", "swanlab", "trackio", Mine()), project="sums")
+    Mine(), "tensorboard", "wandb", "mlflow", "swanlab", "trackio"), project="sums")
 """
 
 
@@ -155,7 +156,7 @@ def test_a_tracker_that_is_not_there_is_a_mistake_told_at_start(tmp_path, qwen3,
         (("wandb", "wandb"), "one stands there twice"),
         ((MINE, MINE), "one stands there twice"),
         ((object(),), "is without open; inherit spmdrl.config.Tracker"),
-        ((Tracker,), "a class, not an object"),
+        ((Own,), r"Own is a class, not an object; write Own\(\)"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_trackers(load_config("cfg.py", PpoConfig, {"trackers": trackers}))

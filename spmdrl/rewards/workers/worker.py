@@ -91,11 +91,13 @@ class Reply(NamedTuple):
 
 def as_plain(value: Any) -> Any:
     """Numbers and lists of numpy and torch, images of Pillow and encoded ones as a part of a
-    message, text of anything else.
+    message, other bytes as the text that they are in UTF-8, text of anything else.
     """
     encoded = encoded_image(value)
     if encoded is not None:
         return image_part(encoded)
+    if isinstance(value, bytes | bytearray):  # what a subprocess has written, say
+        return value.decode(errors="replace")
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

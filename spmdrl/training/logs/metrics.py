@@ -96,7 +96,7 @@ class RunLog:
                 self.metrics.write(json.dumps({"step": step, **metrics}) + "\n")
                 self.metrics.flush()
             for tracker in self.trackers:
-                tracker.log(step, metrics)
+                tracker.log(step, dict(metrics))  # which it may change
 
     def check_is_there(self) -> None:
         """Raises FileNotFoundError where the open file is no longer that of its name: what goes
@@ -142,8 +142,9 @@ class RunLog:
     def close(self) -> None:
         if self.active:
             self.metrics.close()
-            for tracker in self.trackers:
-                tracker.close()
+            with self.named("close trackers"):
+                for tracker in self.trackers:
+                    tracker.close()
 
 
 def memory_of_process() -> dict[str, float]:

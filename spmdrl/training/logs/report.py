@@ -54,8 +54,9 @@ class Report:
         if not self.log.trackers:
             return
         answers = few_answers(Path(self.log.run_dir, "samples", f"{file}.jsonl"))
-        for tracker in self.log.trackers if answers else ():
-            tracker.log_answers(step, name, answers)
+        with self.log.named("write metrics"):
+            for tracker in self.log.trackers if answers else ():
+                tracker.log_answers(step, name, answers)
 
     def at_end(self, step: int, stopped: bool) -> None:
         """Prints the summary and writes it. The picture, which takes a second, is drawn once the

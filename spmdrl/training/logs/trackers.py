@@ -225,11 +225,13 @@ def check_trackers(config: RunConfig) -> None:
         if isinstance(asked, str):
             check_name(asked)
             continue
-        missing = [name for name in METHODS if not callable(getattr(asked, name, None))]
-        if isinstance(asked, type) or missing:
-            what = "a class, not an object" if isinstance(asked, type) else f"without {missing[0]}"
+        name = as_text(asked)
+        if isinstance(asked, type):
+            raise ConfigError(f"trackers: {name} is a class, not an object; write {name}()")
+        missing = [method for method in METHODS if not callable(getattr(asked, method, None))]
+        if missing:
             raise ConfigError(
-                f"trackers: {as_text(asked)} is {what}; inherit spmdrl.config.Tracker"
+                f"trackers: {name} is without {missing[0]}; inherit spmdrl.config.Tracker"
             )
     distinct = {asked if isinstance(asked, str) else id(asked) for asked in config.trackers}
     if len(distinct) < len(config.trackers):

@@ -1,0 +1,103 @@
+"""Checks what the user's own functions return, each time that they are called.
+
+A tensor of another shape would mostly be broadcast: the run would go on and learn something else.
+All raise ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.config import require
+from spmdrl.types import Batch
+
+TAKEN = frozenset({  # metrics that the step itself writes for every loss
+    "loss", "loss_sum", "grad_norm", "lr", "entropy", "ppo_kl", "ref_kl", "ratio_max",
+    "rollout_kl", "logprob_diff_mean", "logprob_diff_max",
+})  # fmt: skip
+
+
+def require_shape(where: str, value: Any, shape: torch.Size, text: str) -> None:
+    """text: the shape in words, such as "(num_tokens,)"."""
+    has = f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else repr(value)
+    require(
+        torch.is_tensor(value) and value.shape == shape,
+        f"{where} returned {has[:100]}; it must return a tensor of shape {text}, here "
+        f"{tuple(shape)}",
+    )
+
+
+def name_of(function: Any) -> str:
+    return getattr(function, "__name__", "your function")
+
+
+def checked_loss(
+    function: Callable[..., Any], name: str
+) -> Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
+    """Returns a policy loss, options given, that is checked. name: of the user's function."""
+    where = f"algo.policy_loss: {name}"
+
+    def loss(logprobs: Tensor, old_logprobs: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        found = function(logprobs, old_logprobs, mb)
+        is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)
+        require(is_pair, f"{where} must return a pair: losses, and a dict of metrics, which may "
+                f"be {{}}; it returned a {type(found).__name__}")  # fmt: skip
+        losses, metrics = found
+        require_shape(f"{where}, as losses,", losses, logprobs.shape, "(num_tokens,)")
+        for key, value in metrics.items():
+            require(isinstance(key, str), f"{where}: the name {key!r} of a metric is no text")
+            require(key not in TAKEN, f"{where}: every run has a metric actor/{key} of its own; "
+                    "give yours another name")  # fmt: skip
+            if not torch.is_tensor(value) or value.ndim > 0:  # one number is every token's
+                require_shape(
+                    f"{where}, as the metric {key!r},", value, logprobs.shape, "(num_tokens,)"
+                )
+        return losses, metrics
+
+    return loss
+
+
+def checked_aggregation(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    def aggregation(mask: Tensor, seq_lens: Tensor, counts: Tensor, norm_length: int) -> Tensor:
+        weights = function(mask, seq_lens, counts, norm_length)
+        where = f"algo.aggregation: {name_of(function)}"
+        require_shape(where, weights, mask.shape, "(num_tokens,)")
+        return weights
+
+    return aggregation
+
+
+def checked_kl(function: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    def kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        found = function(logprobs, ref_logprobs)
+        where = f"algo.kl_estimator: {name_of(function)}"
+        require_shape(where, found, logprobs.shape, "(num_tokens,)")
+        return found
+
+    return kl
+
+
+def checked_advantage(
+    function: Callable[..., Any], name: str, sees: str, critic: bool
+) -> Callable[[Any], Any]:
+    """Returns an estimator, options given, that is checked. sees, critic: of its Estimator."""
+    where = f"algo.advantage: {name}"
+
+    def advantage(seen: Any) -> Any:
+        found = function(seen)
+        of_samples = sees == "outcomes"
+        text = "(n,)" if of_samples else "(num_tokens,)"
+        shape = seen.scores.shape if of_samples else seen.mask.shape
+        require(
+            not critic or (isinstance(found, tuple) and len(found) == 2),
+            f"{where} must return a pair, advantages and returns, as its Estimator has critic=True",
+        )
+        for value in found if critic else (found,):
+            require_shape(where, value, shape, text)
+        return found
+
+    return advantage
