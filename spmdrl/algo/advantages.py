@@ -449,3 +449,11 @@ def reward_keys_of(algo: AlgoConfig) -> tuple[str, ...]:
     """
     keys = advantage_options(algo).get("reward_keys")
     return tuple(keys) if isinstance(keys, Mapping) else ()
+
+
+def asked_keys_of(algo: AlgoConfig) -> tuple[str, ...]:
+    """Returns which values of the reward function a run reads: those of the estimator, and that by
+    which dynamic sampling compares the answers to a prompt.
+    """
+    metric = algo.dynamic_sampling_metric
+    return reward_keys_of(algo) if metric is None else (*reward_keys_of(algo), metric)

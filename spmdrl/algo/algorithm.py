@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from spmdrl.algo.advantages import Estimator, advantage_of, estimator_of, reward_keys_of
+from spmdrl.algo.advantages import (
+    Estimator,
+    advantage_of,
+    asked_keys_of,
+    estimator_of,
+    reward_keys_of,
+)
 from spmdrl.algo.demonstrations import Objective
 from spmdrl.algo.losses import aggregate_of
 from spmdrl.algo.objectives import (
@@ -31,6 +37,7 @@ class Algorithm:
     estimator: Estimator
     advantage: Callable[[Any], Any]  # of Outcomes or of Tokens: what the estimator sees
     reward_keys: tuple[str, ...]  # values of the reward function that the estimator reads
+    asked_keys: tuple[str, ...]  # and dynamic sampling: a sample without one of them is invalid
     aggregate: Callable[..., Tensor]  # a function of losses.AGGREGATIONS, or the user's
     objective: Objective  # the actor's loss, with the coefficients of the config
     adapts: bool  # coefficients of the loss follow what the steps measure
@@ -46,6 +53,7 @@ class Algorithm:
             estimator=estimator_of(algo),
             advantage=advantage_of(algo),
             reward_keys=reward_keys_of(algo),
+            asked_keys=asked_keys_of(algo),
             aggregate=aggregate_of(algo),
             objective=policy_objective(algo),
             adapts=algo.kl_target is not None or algo.entropy_target is not None,

@@ -234,11 +234,9 @@ def scored(roles: Roles, samples: list[Sample], source: PromptSource) -> list[Sa
 
 def check_scores(roles: Roles, samples: list[Sample]) -> None:
     """Makes samples invalid that lack a reward which the algorithm needs; sets their penalties."""
-    config, algo, keys = roles.config, roles.config.algo, roles.algorithm.reward_keys
-    if algo.dynamic_sampling_metric is not None:
-        keys = (*keys, algo.dynamic_sampling_metric)
-    if keys:
-        check_reward_keys(samples, keys)
+    config, algo = roles.config, roles.config.algo
+    if roles.algorithm.asked_keys:
+        check_reward_keys(samples, roles.algorithm.asked_keys)
     for sample in samples if algo.overlong_buffer else ():
         sample.penalty = overlong_penalty(
             len(sample.response_ids), config.rollout.max_tokens, algo.overlong_buffer,

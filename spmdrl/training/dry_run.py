@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from spmdrl.algo.advantages import asked_keys_of
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import ConfigError, LoraConfig, PpoConfig, RewardConfig
 from spmdrl.data.demonstrations import demonstration_lines
@@ -31,6 +32,7 @@ from spmdrl.training.checks.memory_fit import rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.checks.packing import trial_lines
 from spmdrl.training.checks.shown import check_kept, check_shown
+from spmdrl.training.collect import check_reward_keys
 from spmdrl.training.elastic import check_memory_of_sizes
 from spmdrl.training.run_images import with_replies
 from spmdrl.training.run_length import with_length
@@ -86,7 +88,8 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
                   *adapter_lines(config.actor.lora, dataset.data_sources),
                   *(mixture if name == "train" else []),
                   *held_out_lines(name, len(dataset), config),
-                  *scored_examples(examples_of(dataset), rewards, config.rewards),
+                  *scored_examples(examples_of(dataset), rewards, config.rewards,
+                                   asked_keys_of(config.algo) if name == "train" else ()),
                   *scored_demonstrations(examples_of(dataset), rewards, tokenizer)]  # fmt: skip
     rewards.close()
     if has_dialogue(config):
@@ -155,8 +158,11 @@ def examples_of(dataset: PromptDataset) -> list[Prompt]:
     return [dataset.prompt(i) for i in range(0, len(dataset), step)][:EXAMPLES]
 
 
-def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -> list[str]:
-    """Scores each ground truth as if it were the answer, and shows the first.
+def scored_examples(
+    prompts: list[Prompt], rewards: Any, config: RewardConfig, keys: tuple[str, ...] = ()
+) -> list[str]:
+    """Scores each ground truth as if it were the answer, and shows the first. keys: what the
+    algorithm reads of what the reward returns; a reward without one of them fails.
 
     Raises ConfigError where the reward fails on more of them than a step may have invalid samples.
     """
@@ -169,6 +175,7 @@ def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -
         if prompt.ground_truth is not None and not asks[prompt.data_source]
     ]
     rewards.score(samples)
+    check_reward_keys(samples, keys)
     failed = [sample for sample in samples if sample.invalid is not None]
     if failed:
         told = (

@@ -167,6 +167,8 @@ def test_a_dry_run_scores_one_turn():
     runner = RewardRunner(reward, RewardConfig(per_turn=True))
     try:
         _, line = scored_examples([sample("").prompt], runner, RewardConfig())
+        with pytest.raises(ConfigError, match=r"asks for \['format'\], .* gave \['score'\]"):
+            scored_examples([sample("").prompt], runner, RewardConfig(), ("format", "score"))
     finally:
         runner.close()
     assert line.endswith("reward of its ground truth '5' as the answer: 1.5")

@@ -53,6 +53,14 @@ CASES = [
         ["= 2 samples are fewer", "4 rollout engines"],
     ),
     ({"data": data_config(max_prompt_tokens=500)}, 1, ["500", "50 = 550", "512"]),
+    (
+        {
+            "reward": {"a": "gsm8k", "b": "judge"},
+            "algo": AlgoConfig(advantage="gdpo", advantage_args={"reward_keys": {"f": 1.0}}),
+        },
+        1,
+        ["the reward 'judge' is one number", "asks for ['f']", "judge_score"],
+    ),
     ({"actor": TrainConfig(fsdp=3)}, 4, ["actor.fsdp", "does not divide 4"]),
     ({"actor": TrainConfig(ulysses=3)}, 3, ["actor.ulysses=3", "4 % 3 = 1", "1, 2, 4"]),
     ({"actor": TrainConfig(ulysses=2)}, 3, ["actor.fsdp with ulysses", "does not divide 3"]),

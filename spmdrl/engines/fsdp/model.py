@@ -110,7 +110,8 @@ class TokenValue(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Returns (n,) float32 values of the states after tokens `states`."""
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
-        return self.value_head(chosen_states(hidden, states)).float().squeeze(-1)
+        values = self.value_head(chosen_states(hidden, states)).squeeze(-1)
+        return values.to(torch.float32, copy=True)  # of a view FSDP2 would warn
 
 
 class TokenReward(nn.Module):

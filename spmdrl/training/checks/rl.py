@@ -11,6 +11,7 @@ import logging
 
 from transformers import PreTrainedConfig
 
+from spmdrl.algo.advantages import asked_keys_of
 from spmdrl.config import (
     ConfigError,
     KeepSamplesConfig,
@@ -108,6 +109,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_evaluation(config)
     check_turns(config)
     check_per_turn(config)
+    check_keys(config)
     check_sandbox(config)
     require(
         not hosted or config.keep_samples == KeepSamplesConfig(),
@@ -303,6 +305,18 @@ def check_per_turn(config: PpoConfig) -> None:
         "as a whole. Call it in a function of your own that returns "
         "{'score': ..., 'turns': [a number for each turn]}, or leave per_turn False",
     )
+
+
+def check_keys(config: PpoConfig) -> None:
+    """Raises ConfigError for a reward of one number where the algorithm reads others."""
+    missing = [key for key in asked_keys_of(config.algo) if key != "score"]
+    for name in built_ins_of(rewards_of(config)) if missing else ():
+        require(
+            name not in ("model", "judge"),
+            f"the reward {name!r} is one number, 'score', and algo.advantage_args reward_keys or "
+            f"algo.dynamic_sampling_metric asks for {missing}: write a function with a parameter "
+            f"{name}_score that returns them, too",
+        )
 
 
 def check_sandbox(config: PpoConfig) -> None:
