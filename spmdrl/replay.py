@@ -149,8 +149,7 @@ def replay(
     if edit is not None:
         check_edit(plan, runtime, edit)
     found = rerun(plan, runtime, None, address, gradients)
-    gc.unfreeze()  # the models are among what was frozen when vLLM was imported
-    gc.collect()  # there is room for one of each
+    gc.collect()  # the models: there is room for one of each
     edited = None if edit is None else rerun(plan, runtime, edit, address, gradients)
     PROGRESS.now("")
     differs = ""

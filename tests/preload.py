@@ -66,7 +66,6 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
         import vllm.v1.attention.backends.cpu_attn
         import vllm.v1.worker.cpu_worker
         from vllm.config.logging import LoggingConfig
-
         from vllm.model_executor.layers.vocab_parallel_embedding import (
             get_masked_input_and_mask as mask_other_ranks_tokens,
         )
@@ -80,6 +79,7 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         vllm.logger.configure_logging(LoggingConfig())
 
+        gc.freeze()  # dynamo collects garbage before it compiles
         # what two tensor-parallel ranks compile at their first tokens, a second of a CPU each
         for start, tokens in itertools.product((0, 64), (2, 1)):
             ids = torch.zeros(tokens, dtype=torch.int32)
@@ -118,4 +118,3 @@ with tempfile.TemporaryDirectory() as folder:
 gc.collect()
 gc.freeze()
 gc.enable()
-gc.unfreeze = lambda: None  # vLLM calls it at its start and its end; modules never become garbage

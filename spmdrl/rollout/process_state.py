@@ -55,6 +55,5 @@ def frozen_as_before() -> Iterator[None]:
     and when it ends one it makes the collector look through half a million imported objects again,
     half a second each time.
     """
-    with mock.patch.object(gc, "freeze", lambda: None), \
-            mock.patch.object(gc, "unfreeze", lambda: None):  # fmt: skip
+    with mock.patch.multiple(gc, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT):
         yield

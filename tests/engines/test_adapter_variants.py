@@ -54,7 +54,7 @@ def pushed_on(topology: Any, model: str, config: TrainConfig) -> list[float]:
     ranks = Topology.build(topology.device, dp=-1, tp=1)
     rollout = VllmEngine(model, RolloutConfig(kv_cache_mib=16, dtype="float32"), 64, ranks)
     many = WeightsConfig(check=True, bucket_mib=0)  # rounds; in each some buckets, not one per row
-    with mock.patch.object(weight_sync, "slot_bytes", lambda bucket, device: 8192):
+    with mock.patch.object(weight_sync, "slot_bytes", return_value=8192):
         sync = weight_sync.WeightSync(actor, actor.topology, rollout, ranks, "float32", many)
     found = []
     for _ in range(2):

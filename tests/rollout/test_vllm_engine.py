@@ -49,8 +49,9 @@ def test_other_architectures(family: str, tmp_path: Path, topology: Topology) ->
 def test_what_else_vllm_is_told_changes_no_answer(
     qwen3: Path, model: Any, topology: Topology
 ) -> None:
-    """Prefills of at most 64 tokens at a time, no prefixes shared. What was imported before stays out
-    of garbage collection, and the engine does not."""
+    """Prefills of at most 64 tokens at a time, no prefixes shared. What was imported before stays
+    out of garbage collection, and the engine does not.
+    """
     frozen = gc.get_freeze_count()  # see pytest_collection_finish
     given = {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "block_size": 64}
     config = replace(CONFIG, max_num_seqs=32, engine_args=given)
