@@ -79,6 +79,7 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         vllm.logger.configure_logging(LoggingConfig())
 
+        gc.freeze()  # dynamo collects garbage before it compiles
         # what two tensor-parallel ranks compile at their first tokens, a second of a CPU each
         for start, tokens in itertools.product((0, 64), (2, 1)):
             ids = torch.zeros(tokens, dtype=torch.int32)
@@ -117,4 +118,3 @@ with tempfile.TemporaryDirectory() as folder:
 gc.collect()
 gc.freeze()
 gc.enable()
-gc.unfreeze = lambda: None  # vLLM calls it at its start and its end; modules never become garbage

@@ -53,11 +53,14 @@ def with_shared_prompts(batch: Batch, groups: list[tuple[int, int]]) -> Batch:
     return batch
 
 
-def engine_on(topology: Any, kind: str, model: str, config: TrainConfig) -> Any:
+def engine_on(topology: Any, kind: str, model: str, config: TrainConfig, share: Any = None) -> Any:
+    """An engine on all ranks. share: a topology whose process groups it has too, as the engines of
+    a run do. A group has a thread, which wakes up a hundred times a second.
+    """
     from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines.fsdp.engine import FsdpEngine
 
-    ranks = Topology.build(topology.device, **train_degrees(config))
+    ranks = Topology.build(topology.device, share=share, **train_degrees(config))
     return FsdpEngine.build(kind, model, config, ranks)
 
 

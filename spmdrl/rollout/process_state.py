@@ -18,15 +18,19 @@ from spmdrl.rollout.rng import preserved_rng
 def preserved_process(library: str) -> Iterator[None]:
     """Puts back environment, random states, number of threads and precision afterwards.
 
-    Meanwhile no garbage is collected, which is a third of the time otherwise. The logger of
-    `library` stays off: an error reaches us as an exception, which vLLM would precede with a dump
-    of every request.
+    Meanwhile no garbage is collected, which is a third of the time otherwise. Where the library
+    asks for it, it looks through what is made here alone. What the process has frozen stays so. The
+    logger of `library` stays off: an error reaches us as an exception, which vLLM would precede
+    with a dump of every request.
     """
     environment = dict(os.environ)
     precision = torch.get_float32_matmul_precision()
     num_threads = torch.get_num_threads()
     collecting = gc.isenabled()
+    frozen = gc.get_freeze_count() > 0
     gc.disable()
+    if not frozen:
+        gc.freeze()
     logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
         with preserved_rng(), warnings.catch_warnings():
@@ -34,10 +38,25 @@ def preserved_process(library: str) -> Iterator[None]:
             yield
     finally:
         logging.getLogger(library).setLevel(logging.CRITICAL)  # it has configured it meanwhile
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if collecting:
             gc.enable()
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(num_threads)
         os.environ.clear()
         os.environ.update(environment)
+
+
+@contextmanager
+def frozen_as_before() -> Iterator[None]:
+    """Meanwhile gc.freeze and gc.unfreeze do nothing. vLLM freezes an engine that it has started,
+    and when it ends one it makes the collector look through half a million imported objects again,
+    half a second each time.
+    """
+    functions = gc.freeze, gc.unfreeze
+    gc.freeze = gc.unfreeze = lambda: None
+    try:
+        yield
+    finally:
+        gc.freeze, gc.unfreeze = functions

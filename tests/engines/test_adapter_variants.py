@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -47,14 +48,14 @@ def pushed_on(topology: Any, model: str, config: TrainConfig) -> list[float]:
     from spmdrl.config import RolloutConfig, WeightsConfig
     from spmdrl.distributed.topology import Topology
     from spmdrl.rollout.vllm.engine import VllmEngine
-    from spmdrl.training.weight_sync import WeightSync
+    from spmdrl.training import weight_sync
 
     actor, _ = trained(topology, "policy", model, config)
     ranks = Topology.build(topology.device, dp=-1, tp=1)
     rollout = VllmEngine(model, RolloutConfig(kv_cache_mib=16, dtype="float32"), 64, ranks)
-    sync = WeightSync(
-        actor, actor.topology, rollout, ranks, "float32", WeightsConfig(check=True, bucket_mib=0)
-    )
+    many = WeightsConfig(check=True, bucket_mib=0)  # rounds; in each some buckets, not one per row
+    with mock.patch.object(weight_sync, "slot_bytes", return_value=8192):
+        sync = weight_sync.WeightSync(actor, actor.topology, rollout, ranks, "float32", many)
     found = []
     for _ in range(2):
         sync.push()

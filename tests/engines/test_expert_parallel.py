@@ -120,7 +120,7 @@ def loss_of(kind: str) -> Any:
 
 def updates_on(topology: Any, model: str, kind: str, options: dict[str, Any]) -> Any:
     """Log-probabilities or values by sequence, two updates' metrics, then the weights."""
-    engine = engine_on(topology, kind, model, replace(WELL_CONDITIONED, **options))
+    engine = engine_on(topology, kind, model, replace(WELL_CONDITIONED, **options), topology)
     places = engine.topology
     mine: list[int] = []
     if places.rank in places.data_ranks:  # the last of several has none, the one before a single
@@ -147,7 +147,7 @@ def alone_of(options: dict[str, Any]) -> dict[str, Any]:
 
 def written_on(topology: Any, model: str, options: dict[str, Any], folder: str) -> Any:
     """Writes a checkpoint after an update, and goes on."""
-    engine = engine_on(topology, "policy", model, replace(CONFIG, ema=0.5, **options))
+    engine = engine_on(topology, "policy", model, replace(CONFIG, ema=0.5, **options), topology)
     batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
     engine.update(batch, loss_of("policy"), temperature=0.8)
     if topology.rank == 0:
@@ -159,7 +159,7 @@ def written_on(topology: Any, model: str, options: dict[str, Any], folder: str) 
 
 def read_on(topology: Any, model: str, options: dict[str, Any], folders: list[str]) -> list[Any]:
     """Goes on from each checkpoint."""
-    engine = engine_on(topology, "policy", model, replace(CONFIG, ema=0.5, **options))
+    engine = engine_on(topology, "policy", model, replace(CONFIG, ema=0.5, **options), topology)
     batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
     found = []
     for folder in folders:

@@ -44,7 +44,7 @@ def engine_on(topology, kind, model, config, frozen=False):
 
     layers.check_here, layers.BACKEND = lambda *args: None, "aot_eager"
     config = replace(config, compile=config.compile and topology.rank == 0)
-    ranks = Topology.build(topology.device, **train_degrees(config))
+    ranks = Topology.build(topology.device, share=topology, **train_degrees(config))
     return FsdpEngine.build(kind, str(model), config, ranks, frozen)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def push_on(topology, model, case):
     from spmdrl.distributed.topology import Topology
     from spmdrl.rollout.base import WeightMismatch
     from spmdrl.rollout.vllm.engine import VllmEngine
-    from spmdrl.training.weight_sync import WeightSync
+    from spmdrl.training import weight_sync
 
     mode, tp, dtype, targets, bucket = PUSHES[case]
     lora = replace(LORA, target_modules=targets, use_dora=mode == "merge")
@@ -56,7 +57,10 @@ def push_on(topology, model, case):
     ranks = Topology.build(topology.device, dp=-1, tp=tp)
     rollout = VllmEngine(model, settings, 64, ranks, lora=lora if mode == "adapter" else None)
     config = WeightsConfig(check=True, lora=mode, bucket_mib=bucket)
-    weights = WeightSync(actor, actor.topology, rollout, ranks, dtype, config)
+    # a bucket of no bytes makes many rounds; in each there are some buckets, not one for each row
+    slot = weight_sync.slot_bytes if bucket else lambda bucket, device: 8192
+    with mock.patch.object(weight_sync, "slot_bytes", slot):
+        weights = weight_sync.WeightSync(actor, actor.topology, rollout, ranks, dtype, config)
     found = {"stats": [], "away": []}
     for _ in range(2):
         rollout.sleep()

@@ -32,7 +32,7 @@ def both_ways_on(topology, model, kind, config, folder):
     batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
     for offload in (False, True):
         settings = replace(config, offload_policy=offload)
-        engine = engine_on(topology, kind, model, settings)
+        engine = engine_on(topology, kind, model, settings, topology)
         groups = [m._get_fsdp_state()._fsdp_param_group for m in engine.module.modules()
                   if hasattr(m, "_get_fsdp_state")]  # fmt: skip
         assert {p.offload_to_cpu for g in groups for p in g.fsdp_params} == {offload}
@@ -45,7 +45,7 @@ def both_ways_on(topology, model, kind, config, folder):
         engine.save(where)
         weights = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
         average = {n: t.clone() for n, t in engine.named_average(torch.float32, 1 << 20)}
-        again = engine_on(topology, kind, model, settings)
+        again = engine_on(topology, kind, model, settings, topology)
         again.load(Path(folder, str(not offload)) if offload else where)  # each reads the other's
         metrics.append(engine.update(batch, loss, temperature=0.8))
         metrics.append(again.update(batch, loss, temperature=0.8))

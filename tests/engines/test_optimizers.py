@@ -51,7 +51,7 @@ def likelihood(logprobs, entropy, mb):
 
 def built(topology, model, config, kind="policy"):
     torch.manual_seed(1)
-    return engine_on(topology, kind, str(model), config)
+    return engine_on(topology, kind, str(model), config, share=topology)
 
 
 def learn(engine, topology, steps):
@@ -456,7 +456,7 @@ def test_adamw_takes_what_the_fused_kernel_wants(qwen3, topology, monkeypatch):
         calls.append((params, grads, exp_avgs, exp_avg_sqs, state_steps, fused))
 
     monkeypatch.setattr(optimizers, "adamw", adamw)
-    engine = engine_on(topology, "policy", str(qwen3), CONFIG)
+    engine = engine_on(topology, "policy", str(qwen3), CONFIG, share=topology)
     engine.update(whole_batch(), policy_objective(AlgoConfig()), 1.0)
     assert sum(len(call[0]) for call in calls) == len(engine.params) > 10
     for *rows, steps, fused in calls:

@@ -115,6 +115,9 @@ CASES = [
 ]
 
 
+PLACES = {}  # by the number of ranks
+
+
 def engine_on(topology, folder, case):
     """On the first of the ranks; the head of values is not 0, so that gradients flow through it.
     Returns it and this rank's sequences: those of the last team get none where there are three."""
@@ -122,7 +125,10 @@ def engine_on(topology, folder, case):
     from spmdrl.engines.fsdp.engine import FsdpEngine
 
     model, kind, ranks, batch, config = case
-    place = Topology.build(topology.device, range(ranks), **train_degrees(config))
+    if ranks not in PLACES:  # whose groups serve for all engines on as many ranks
+        PLACES[ranks] = Topology.build(topology.device, range(ranks), dp=-1)
+    share = PLACES[ranks]
+    place = Topology.build(topology.device, range(ranks), share, **train_degrees(config))
     if not place.here:
         return None, batch_of(batch).select([])
     engine = FsdpEngine.build(kind, str(Path(folder, model)), config, place)

@@ -54,6 +54,7 @@ def test_vllm_still_shuts_down_part_by_part_and_leaves_torchs_groups(
 
 
 def test_vllm_still_has_its_engine_core_in_v1_engine_core(engine: VllmEngine) -> None:
+    assert compat.has_engine()  # as there is one
     compat.import_engine()
     from vllm.v1.engine.core import EngineCore
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +49,14 @@ def test_other_architectures(family: str, tmp_path: Path, topology: Topology) ->
 def test_what_else_vllm_is_told_changes_no_answer(
     qwen3: Path, model: Any, topology: Topology
 ) -> None:
-    """Prefills of at most 64 tokens at a time, no prefixes shared."""
+    """Prefills of at most 64 tokens at a time, no prefixes shared. What was imported before stays
+    out of garbage collection, and the engine does not.
+    """
+    frozen = gc.get_freeze_count()  # see pytest_collection_finish
     given = {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "block_size": 64}
     config = replace(CONFIG, max_num_seqs=32, engine_args=given)
     told = VllmEngine(str(qwen3), config, MAX_MODEL_LEN, topology)
+    built = weakref.ref(told.model)
     try:
         found = told.core.vllm_config
         assert found.scheduler_config.max_num_batched_tokens == 64
@@ -59,6 +65,8 @@ def test_what_else_vllm_is_told_changes_no_answer(
         assert worst_error(told, model, SamplingParams(max_tokens=20), n=40) < 1e-5
     finally:
         told.shutdown()
+    assert built() is None
+    assert 0.9 * frozen < gc.get_freeze_count() and frozen > 0
 
 
 def test_a_frozen_engine_sleeps_and_wakes_with_its_weights(

@@ -48,6 +48,11 @@ def import_engine() -> None:
     importlib.import_module("vllm.v1.engine.core")
 
 
+def has_engine() -> bool:
+    """Whether `import_engine` has run."""
+    return "vllm.v1.engine.core" in sys.modules
+
+
 def engine_core(vllm_config: Any, executor: type) -> Any:
     """Builds scheduler, KV cache and model runner in this process: an EngineCore of
     vllm.v1.engine.core.

@@ -30,6 +30,7 @@ from spmdrl.hub.hf_folder import has_tower, language_config, load_hf_config, who
 from spmdrl.hub.quantized_weights import is_mxfp4, quantization_of
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.hub.transformers_compat import kept_config_classes, model_class
+from spmdrl.rollout.process_state import frozen_as_before
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
@@ -67,6 +68,9 @@ def check_engine_args(config: RolloutConfig, strict: bool) -> None:
 
 def import_vllm() -> None:
     """Raises ConfigError where vLLM is installed and cannot be imported."""
+    if compat.has_engine():
+        return
+    gc.collect()  # what is garbage now would be kept with the imported objects
     try:
         with without_garbage_collection():
             compat.import_engine()
@@ -114,9 +118,9 @@ def build_core(
         vllm_vision.import_without_torchvision()
         register_architecture(model, name)
         executor = executor_of(group, device)
-        gc.freeze()  # vLLM collects garbage five times: not in half a million imported objects
         try:
-            return started(args, executor, return_routed_experts, on_cpu)
+            with frozen_as_before():
+                return started(args, executor, return_routed_experts, on_cpu)
         except (ValueError, TypeError) as error:
             fields = {"engine_args": config.engine_args, "speculative": config.speculative}
             given = [f"rollout.{name}={dict(value)}" for name, value in fields.items() if value]

@@ -40,7 +40,7 @@ from spmdrl.rollout.base import (
     require_tensor_parallel,
 )
 from spmdrl.rollout.kv_storage import free_kv_cache, move_back, move_to_host, restore_kv_cache
-from spmdrl.rollout.process_state import preserved_process
+from spmdrl.rollout.process_state import frozen_as_before, preserved_process
 from spmdrl.rollout.seeds import seed_of_continuation
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import cpu as vllm_cpu
@@ -481,8 +481,11 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         """Ends the engine. EngineCore.shutdown would destroy the caller's process groups too."""
-        compat.shutdown(self.core)
+        with frozen_as_before():
+            compat.shutdown(self.core)
         del self.core
+        if not self.on_cpu:
+            gc.unfreeze()  # the engine may be among what the run has frozen: its memory is needed
         gc.collect()
         self.leave_groups()
 
