@@ -42,6 +42,7 @@ class Untold:
         given: dict[str, Any] = {
             "text": "a text", "over": None, "nan": {"observation": "x", "reward": float("nan")},
             "turn": [{"role": "system", "content": "listen"}], "seen": {"observation": "x"},
+            "no": {"observation": "x", "done": "no"},
         }  # fmt: skip
         return given.get(action, {"observation": "x", "price": 3})
 

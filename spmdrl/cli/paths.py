@@ -125,7 +125,12 @@ def check_data_file(path: Path) -> None:
 
 
 def made_by(path: Path) -> str:
-    """Says how the data of our own examples is made, where a file of theirs is missing."""
+    """Says how the data of our own examples is made, where a file of theirs is missing, or how
+    several files are named.
+    """
+    if "," in str(path):
+        names = ", ".join(f'"{name.strip()}"' for name in str(path).split(","))
+        return f". Several files are a list: '[{names}]'"
     for example, script in (
         ("gsm8k", "data/gsm8k.py"),
         ("arithmetic", "arithmetic/make_assets.py"),

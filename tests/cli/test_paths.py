@@ -60,6 +60,7 @@ WRONG = [
     (sft(actor=TrainConfig(lora=LoraConfig(adapter="x"))), ["actor.lora.adapter='x'"]),
     (ppo(data=DataConfig("gone.jsonl")), ["'gone.jsonl' does not exist", "looked from"]),
     (sft(data=SftDataConfig("train.jsonl", eval="gone.jsonl")), ["'gone.jsonl' does not exist"]),
+    (ppo(data=DataConfig("a.jsonl, b.jsonl")), ["""are a list: '["a.jsonl", "b.jsonl"]'"""]),
     (ppo(data=DataConfig("runs/gsm8k/train.parquet")),
      ["python examples/data/gsm8k.py --out runs/gsm8k"]),
     (ppo(data=DataConfig("data.csv")), ["unknown extension '.csv'"]),

@@ -121,7 +121,9 @@ def test_each_data_source_has_its_environment(talk: Any, tokenizer: Any) -> None
     for (source, text), (replies, reason) in expected.items():
         answer = played(round, tokenizer, text, position=[*sources].index(source))
         assert (contents(answer), answer.finish_reason) == (replies, reason)
-    for text, problem in {"nan": "nan as a step's reward", "other": "expected None"}.items():
+    problems = {"nan": "nan as a step's reward", "no": "'no' as a step's done",
+                "other": "expected None"}  # fmt: skip
+    for text, problem in problems.items():
         failed = played(round, tokenizer, text, position=1)
         assert failed.finish_reason == "error" and problem in failed.replies[-1]
 

@@ -144,7 +144,10 @@ def split_step(value: Any) -> tuple[Any, Message | None, str]:
     reward, observation = value.get(REWARD, 0.0), value[OBSERVATION]
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         return None, None, f"{str(reward)[:80]} as a step's reward; expected a finite number"
-    is_over = bool(value.get(DONE)) or observation is None
+    done = value.get(DONE)
+    if not isinstance(done, int | None):  # text "no" would end the dialogue
+        return None, None, f"{str(done)[:80]!r} as a step's done; expected True or False"
+    is_over = bool(done) or observation is None
     record = record_of(float(reward), observation if is_over else None)
     return None if is_over else observation, record, ""
 
