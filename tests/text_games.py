@@ -43,6 +43,7 @@ class Untold:
             "text": "a text", "over": None, "nan": {"observation": "x", "reward": float("nan")},
             "turn": [{"role": "system", "content": "listen"}], "seen": {"observation": "x"},
             "no": {"observation": "x", "done": "no"},
+            "ends": {"observation": "x", "done": 1.0},
         }  # fmt: skip
         return given.get(action, {"observation": "x", "price": 3})
 

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdrl.algo.correction import MISMATCH_SUMS
 from spmdrl.config import require
 from spmdrl.types import Batch
 
 TAKEN = frozenset({  # metrics that the step itself writes for every loss
     "loss", "loss_sum", "grad_norm", "lr", "entropy", "ppo_kl", "ref_kl", "ratio_max",
     "rollout_kl", "logprob_diff_mean", "logprob_diff_max",
+    "rejected", "correction_weight", "off_policy_masked", "ref_kl_cut", *MISMATCH_SUMS,
 })  # fmt: skip
 
 
@@ -43,7 +45,7 @@ def checked_loss(
 
     def loss(logprobs: Tensor, old_logprobs: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         found = function(logprobs, old_logprobs, mb)
-        is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)
+        is_pair = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], dict)
         require(is_pair, f"{where} must return a pair: losses, and a dict of metrics, which may "
                 f"be {{}}; it returned a {type(found).__name__}")  # fmt: skip
         losses, metrics = found
@@ -93,7 +95,7 @@ def checked_advantage(
         text = "(n,)" if of_samples else "(num_tokens,)"
         shape = seen.scores.shape if of_samples else seen.mask.shape
         require(
-            not critic or (isinstance(found, tuple) and len(found) == 2),
+            not critic or (isinstance(found, tuple | list) and len(found) == 2),
             f"{where} must return a pair, advantages and returns, as its Estimator has critic=True",
         )
         for value in found if critic else (found,):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -128,9 +129,9 @@ def made_by(path: Path) -> str:
     """Says how the data of our own examples is made, where a file of theirs is missing, or how
     several files are named.
     """
-    if "," in str(path):
-        names = ", ".join(f'"{name.strip()}"' for name in str(path).split(","))
-        return f". Several files are a list: '[{names}]'"
+    names = [name.strip() for name in str(path).split(",")]
+    if len(names) > 1 and all(Path(name).suffix in DATA_SUFFIXES for name in names):
+        return f". Several files are a list: '{json.dumps(names)}'"
     for example, script in (
         ("gsm8k", "data/gsm8k.py"),
         ("arithmetic", "arithmetic/make_assets.py"),

@@ -309,9 +309,10 @@ class SftReader:
                     "content of the last turn alone, so what it calls would not be learnt. Set "
                     "data.turns='all', under a chat template that writes calls"
                 )
-            if not chat[-1]["content"]:  # EOS alone would be learnt
-                raise bad_field(f"messages[{len(chat) - 1}].content", "", "a non-empty answer")
-            return chat[:-1], chat[-1]["content"]
+            said = chat[-1]["content"]
+            if not (said.strip() if isinstance(said, str) else said):  # EOS alone would be learnt
+                raise bad_field(f"messages[{len(chat) - 1}].content", said, "a non-empty answer")
+            return chat[:-1], said
         config = self.config
         if response is MISSING and row.get("completion") is not None:
             return prompt_and_completion(row, config, self.vision is not None)

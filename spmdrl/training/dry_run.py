@@ -162,9 +162,11 @@ def scored_examples(
     prompts: list[Prompt], rewards: Any, config: RewardConfig, keys: tuple[str, ...] = ()
 ) -> list[str]:
     """Scores each ground truth as if it were the answer, and shows the first. keys: what the
-    algorithm reads of what the reward returns; a reward without one of them fails.
+    algorithm reads of what the reward returns.
 
-    Raises ConfigError where the reward fails on more of them than a step may have invalid samples.
+    Raises ConfigError where the reward fails on more of them than a step may have invalid samples,
+    or returns one of the keys for none of them, though it finds some right. One that finds none
+    right may want more than the bare answer, and return the keys with it.
     """
     first = prompts[0]
     shown = f"  prompt {first.id} ({first.data_source}): ...{first.text[-200:]!r}"
@@ -175,15 +177,21 @@ def scored_examples(
         if prompt.ground_truth is not None and not asks[prompt.data_source]
     ]
     rewards.score(samples)
+    scored = [sample for sample in samples if sample.invalid is None]
+    finds_right = any(sample.reward for sample in scored)
     check_reward_keys(samples, keys)
     failed = [sample for sample in samples if sample.invalid is not None]
+    num_lacking = sum(sample.invalid is not None for sample in scored)
     if failed:
         told = (
             f"the reward fails on {len(failed)} of {len(samples)} ground truths given as answers; "
             f"prompt {failed[0].prompt.id} ({failed[0].prompt.data_source}), "
             f"{str(failed[0].prompt.ground_truth)[:60]!r}: {last_line(failed[0].invalid)}"
         )
-        if len(failed) > config.max_invalid_fraction * len(samples):
+        counted = len(failed)
+        if not (finds_right and num_lacking == len(scored)):
+            counted -= num_lacking
+        if counted > config.max_invalid_fraction * len(samples):
             raise ConfigError(told)
         logger.warning(told)
     if asks[first.data_source]:

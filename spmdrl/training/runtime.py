@@ -129,7 +129,7 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
         leave_for_torchrun(runtime.stopped)
         leave(REQUEUE)
     runtime.at_end()
-    gc.freeze()  # vLLM has undone that of the start, and Python's end would look through it all
+    gc.freeze()  # Python's end would look through all of it
 
 
 def end_early(phases: Phases, watchdog: Watchdog, cause: str, stack: str) -> None:

@@ -116,6 +116,7 @@ def test_each_data_source_has_its_environment(talk: Any, tokenizer: Any) -> None
         ("game", "turn"): ([["", "listen"]], "abort"),
         ("game", "over"): ([[""]], "stop"),
         ("game", "seen"): ([["", "x"]], "abort"),
+        ("game", "ends"): ([[""]], "stop"),
         ("plain", "hi"): ([], "stop"),
     }
     for (source, text), (replies, reason) in expected.items():

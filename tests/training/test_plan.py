@@ -55,7 +55,7 @@ CASES = [
     ({"data": data_config(max_prompt_tokens=500)}, 1, ["500", "50 = 550", "512"]),
     (
         {
-            "reward": {"a": "gsm8k", "b": "judge"},
+            "reward": {"a": "judge", "b": "judge"},
             "algo": AlgoConfig(advantage="gdpo", advantage_args={"reward_keys": {"f": 1.0}}),
         },
         1,

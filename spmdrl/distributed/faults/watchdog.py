@@ -125,7 +125,8 @@ class Watchdog:
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.guard = threading.Thread(target=self._guard, name="watchdog-guard", daemon=True)
-        self.beat()  # so that the others' first look finds which process this is
+        with suppress(RuntimeError):  # a store that is gone is the guard's to tell
+            self.beat()  # so that the others' first look finds which process this is
         self.thread.start()
         self.guard.start()
 

@@ -37,10 +37,6 @@ class HostedPolicy:
         self.own_forward = self.module.forward
         self.module.forward = self.hf.__call__  # type: ignore[method-assign]
 
-    @property
-    def trained(self) -> dict[str, Tensor]:
-        return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         """Runs TokenPolicy.forward. A head that is a unit of its own is not called: it is gathered
         here, and FSDP2 reduces its gradients at the end of the backward pass.

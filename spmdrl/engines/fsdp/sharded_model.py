@@ -130,12 +130,13 @@ def change_layers(
     pretrained = files_beside_weights(hf, kind, model)
     check_ulysses(hf.config, config.ulysses)
     check_experts(hf, hf.config, config, strict)
+    parts = checkpoint_parts(hf.config)  # before a head unties what is tied
     shares = kind != "reward" and shares_prefixes(config, strict, hf.config)
     module: nn.Module = HEADS[kind](hf)
     if strict:
         make_strict(module, DTYPES[config.dtype], topology.device)
     return ShardedModel(
-        kind, module, pretrained, checkpoint_parts(hf.config),
+        kind, module, pretrained, parts,
         shares_prefixes=shares, routers=routers, aux_loss=aux_loss,
     )  # fmt: skip
 

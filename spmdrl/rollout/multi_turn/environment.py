@@ -145,7 +145,7 @@ def split_step(value: Any) -> tuple[Any, Message | None, str]:
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         return None, None, f"{str(reward)[:80]} as a step's reward; expected a finite number"
     done = value.get(DONE)
-    if not isinstance(done, int | None):  # text "no" would end the dialogue
+    if not isinstance(done, int | float | None):  # text "no" would end the dialogue
         return None, None, f"{str(done)[:80]!r} as a step's done; expected True or False"
     is_over = bool(done) or observation is None
     record = record_of(float(reward), observation if is_over else None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 
 from transformers import PreTrainedConfig
 
@@ -308,15 +309,21 @@ def check_per_turn(config: PpoConfig) -> None:
 
 
 def check_keys(config: PpoConfig) -> None:
-    """Raises ConfigError for a reward of one number where the algorithm reads others."""
+    """Raises ConfigError for rewards of one number where the algorithm reads others. Of several
+    rewards some may be of held-out prompts, of which nothing else is read.
+    """
     missing = [key for key in asked_keys_of(config.algo) if key != "score"]
-    for name in built_ins_of(rewards_of(config)) if missing else ():
-        require(
-            name not in ("model", "judge"),
-            f"the reward {name!r} is one number, 'score', and algo.advantage_args reward_keys or "
-            f"algo.dynamic_sampling_metric asks for {missing}: write a function with a parameter "
-            f"{name}_score that returns them, too",
-        )
+    count = len(config.reward) if isinstance(config.reward, Mapping) else 1
+    names = built_ins_of(rewards_of(config)) if missing else []
+    single = [name for name in names if name in ("model", "judge")]
+    named = " or ".join(repr(name) for name in dict.fromkeys(single))
+    require(
+        len(single) < max(count, 1),
+        f"the reward {named} is one number, 'score', and "
+        "algo.advantage_args reward_keys or algo.dynamic_sampling_metric asks for "
+        f"{missing}: write a function with a parameter {(single or [''])[0]}_score that returns "
+        "them, too",
+    )
 
 
 def check_sandbox(config: PpoConfig) -> None:
