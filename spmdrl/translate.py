@@ -87,6 +87,8 @@ def numbers_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_undecided(translation: Translation, settings: Settings) -> Translation:
     """Adds a note for each variable whose value depends on how the script is run."""
+    for word in settings.unknown:
+        translation.notes[word] = "the script does not say what this is; it may hold settings"
     for name, values in settings.undecided.items():
         *others, last = map(shown, values)
         also = f"; others: {', '.join(others)}" if others else ""

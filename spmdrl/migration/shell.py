@@ -12,7 +12,7 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
@@ -51,11 +51,20 @@ class Command(list[str]):
 
 
 class Settings(dict[str, Any]):
-    """The settings that a command gives; undecided: as of the command."""
+    """The settings that a command gives; undecided: as of the command.
 
-    def __init__(self, settings: Mapping[str, Any], undecided: Mapping[str, list[str]]) -> None:
+    unknown: words of the command that are variables which nothing sets, and may hold settings.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        undecided: Mapping[str, list[str]],
+        unknown: Iterable[str] = (),
+    ) -> None:
         super().__init__(settings)
         self.undecided = undecided
+        self.unknown = list(unknown)
 
 
 def commands(text: str) -> list[Command]:

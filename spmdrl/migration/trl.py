@@ -57,6 +57,15 @@ COUNTED = {  # what takes numbers, beside the names in DEFAULTS and those of our
     "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_min", "vespo_k_pos",
     "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg",
 }  # fmt: skip
+DIVISORS = {*RANKS, "per_device_train_batch_size", "gradient_accumulation_steps",
+            "num_generations", "num_iterations"}  # fmt: skip
+WORDS: dict[str, Any] = {  # what takes names, and the types of these
+    **dict.fromkeys(("loss_type", "vllm_importance_sampling_mode", "importance_sampling_level",
+                     "lr_scheduler_type"), str),
+    "scale_rewards": str | bool,
+    **dict.fromkeys(("report_to", "lora_target_modules", "lora_target_parameters"),
+                    str | list | tuple | set),
+}  # fmt: skip
 READ = {"steps_per_generation", "use_peft", "report_to"}  # of ALWAYS, what a field comes from
 DEFAULT_OF = {"steps_per_generation": "gradient_accumulation_steps"}
 ALWAYS = {
@@ -140,6 +149,10 @@ def known(given: Mapping[str, Any], t: Translation) -> dict[str, Any]:
             if name in DEFAULTS:
                 raise ConfigError(f"{name}={value!r}: TRL takes a number")
             why = "TRL takes a number"
+        elif name in DIVISORS and isinstance(value, int | float) and value < 1:
+            why = "TRL takes a number above 0"
+        elif name in WORDS and not isinstance(value, WORDS[name]) and value is not None:
+            why = "TRL takes a name"
         if why:
             default = DEFAULTS.get(name, DEFAULT_OF.get(name))
             t.notes[setting(name, value)] = why + (
@@ -283,6 +296,9 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
     asked = [s["report_to"]] if isinstance(s.get("report_to"), str) else s.get("report_to") or []
     trackers = tuple(name for name in TRACKERS if name in asked)
     t.set("trackers", trackers or ("tensorboard",), "report_to")
+    others = [name for name in asked if name not in (*TRACKERS, "none")]
+    if others:
+        t.notes[setting("report_to", others)] = "trackers=(..., an object of your own)"
     return used
 
 

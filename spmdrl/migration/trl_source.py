@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from spmdrl.config import ConfigError
@@ -213,7 +213,9 @@ def settings_of_script(text: str) -> Settings | None:
             raise refusal(f"trl {other}")
         recipe = "--config" in given and any(re.search(r"grpo[\w.]*$", word) for word in words)
         if given & FLAGS or {"trl", "grpo"} <= given or recipe:
-            return Settings(dict(flags(words)), words.undecided)
+            pairs = pairwise(before_redirection(words))
+            unknown = (w for before, w in pairs if w[:1] == "$" and not before.startswith("--"))
+            return Settings(dict(flags(words)), words.undecided, unknown)
     return None
 
 

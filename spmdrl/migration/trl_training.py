@@ -166,7 +166,9 @@ def lora(s: Mapping[str, Any], t: Translation) -> list[str]:
     if s.get("load_in_4bit"):
         t.set("actor.lora.quantization", "nf4", "load_in_4bit")
     if s.get("lora_target_parameters"):
-        t.set("actor.lora.target_parameters", tuple(s["lora_target_parameters"]))
+        named = s["lora_target_parameters"]
+        named = (named,) if isinstance(named, str) else tuple(named)
+        t.set("actor.lora.target_parameters", named, "lora_target_parameters")
     if "lora_r" not in s:
         t.set("actor.lora.rank", 16, "use_peft")
     targets = s.get("lora_target_modules")

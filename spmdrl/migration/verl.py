@@ -23,6 +23,7 @@ from spmdrl.migration.verl_settings import (
     BY_DATA_SOURCE,
     COUNTED,
     DEFAULTS,
+    NAMED,
     NOTES,
     OTHER_POLICY,
     PROGRAM,
@@ -56,7 +57,7 @@ def overrides_of_script(text: str) -> Settings | None:
                 f"the script starts {program}: of verl only the program for reinforcement learning "
                 "is translated; docs/sft.md has the fields of fine-tuning"
             )
-        return Settings(settings, words.undecided)
+        return Settings(settings, words.undecided, (w for w in rest if w.startswith("$")))
     return None
 
 
@@ -129,8 +130,13 @@ def translate(given: Mapping[str, Any]) -> Translation:
     for name, value in given.items():
         if isinstance(DEFAULTS.get(name), int | float) and not isinstance(value, int | float):
             raise ConfigError(f"{name}={value!r}: verl takes a number")
-        if isinstance(value, str) and (name.endswith(COUNTED) or SAME.get(name) in NUMBERS):
+        number = name.endswith(COUNTED) or SAME.get(name) in NUMBERS
+        if number and not isinstance(value, int | float):
             t.notes[setting(name, value)] = "verl takes a number"
+        elif name.endswith(".ppo_mini_batch_size") and value < 1:
+            t.notes[setting(name, value)] = "verl takes a number above 0"
+        elif name.endswith(NAMED) and not isinstance(value, str):
+            t.notes[setting(name, value)] = "verl takes a name"
     given = {k: v for k, v in given.items() if setting(k, v) not in t.notes}
     settings = DEFAULTS | given
     left = dict(settings)
@@ -227,7 +233,7 @@ def rollout(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.notes[setting(longest, s[longest])] = "of letters; multi_turn.max_reply_tokens is tokens"
     stops = s.get(f"{ROLLOUT}.stop")
     if stops:
-        stops = [stops] if isinstance(stops, str) else stops
+        stops = stops if isinstance(stops, list | tuple) else [stops]
         t.set("rollout.stop", tuple(map(str, stops)), f"{ROLLOUT}.stop")
     used = (
         "name", "stop", "top_k", "val_kwargs.top_k", "val_kwargs.temperature",
@@ -283,7 +289,7 @@ def schedule(s: Mapping[str, Any], t: Translation) -> list[str]:
     t.set("eval_every", max(0, s["trainer.test_freq"]), "trainer.test_freq")
     t.set("checkpoint.every_steps", max(0, s["trainer.save_freq"]), "trainer.save_freq")
     loggers = s.get("trainer.logger", [])
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers)
+    loggers = list(loggers) if isinstance(loggers, list | tuple) else [str(loggers)]
     named = tuple(name for name in TRACKERS if name in loggers)
     t.set("trackers", named or ("tensorboard",), "trainer.logger")
     t.set("project", str(s.get("trainer.project_name", "verl_examples")), "trainer.project_name")

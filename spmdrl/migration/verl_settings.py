@@ -21,8 +21,9 @@ COUNTED = (  # ends of further settings that the translation counts with
     ".lr_warmup_steps", ".lr_warmup_steps_ratio", ".lr_decay_steps", ".total_training_steps",
     ".top_k", ".temperature", ".top_p", ".repetition_penalty", ".ppo_epochs", ".lora_rank",
     ".lora.rank", ".ppo_micro_batch_size_per_gpu", ".ppo_max_token_len_per_gpu", ".lr",
-    ".weight_decay", ".clip_grad", ".min_lr_ratio", ".ppo_mini_batch_size",
+    ".weight_decay", ".clip_grad", ".min_lr_ratio", ".clip_ratio", ".ppo_mini_batch_size",
 )  # fmt: skip
+NAMED = (".adv_estimator", ".loss_agg_mode", ".loss_mode")  # ends of settings that are names
 # verl's setting -> our field, with the same meaning and value
 SAME = {
     "data.train_batch_size": "data.prompts_per_step",

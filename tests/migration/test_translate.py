@@ -671,14 +671,17 @@ def test_schedules_of_verl_where_two_settings_say_one_thing() -> None:
         actor__optim__lr_warmup_steps=0, actor__optim__lr_warmup_steps_ratio=0.1,
         actor__optim__lr_scheduler_type="constant", actor__optim__warmup_style="cosine",
         actor__optim__lr_decay_steps=-1, critic__optim__lr_warmup_steps=2.5,
-        critic__ppo_mini_batch_size=64, rollout__top_k="many",
+        critic__ppo_mini_batch_size=64, rollout__top_k="many", actor__loss_agg_mode=3,
+        algorithm__rollout_correction__rollout_rs="token_k1",
+        algorithm__rollout_correction__rollout_rs_threshold="0_4",
     )  # fmt: skip
     assert (t.fields[f"{prefix}.warmup_ratio"], t.fields[f"{prefix}.schedule"]) == (0.1, "cosine")
     assert not {f"{prefix}.warmup_steps", f"{prefix}.decay_steps"} & t.fields.keys()
     assert repr(t.fields["critic.optim.warmup_steps"]) == "10"  # of 4 updates in a rollout
     assert t.notes.keys() >= {
         f"{actor}.lr_scheduler_type=constant", "critic.ppo_mini_batch_size=64",
-        "actor_rollout_ref.rollout.top_k=many",
+        "actor_rollout_ref.rollout.top_k=many", "actor_rollout_ref.actor.loss_agg_mode=3",
+        "algorithm.rollout_correction.rollout_rs",
     }  # fmt: skip
     model = {"actor_rollout_ref.model.path": "m", "data.train_files": "d"}
     both = {"trainer.total_training_steps": 9, "trainer.total_epochs": 2}

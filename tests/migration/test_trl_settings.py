@@ -102,6 +102,11 @@ def test_a_python_script(
         ("--use_peft --lora_target_modules q_proj,k_proj",
          {"actor.lora.rank": 16, "actor.lora.target_modules": ("q_proj", "k_proj")}, ()),
         ("--config r.yaml", NOTHING, ("--config",)),
+        ("$MORE --beta 0.1 ${EXTRA:+--use_vllm}", {"algo.kl_coef": 0.1},
+         ("$MORE", "${EXTRA:+--use_vllm}")),
+        ("--num_iterations 0 --loss_type 3 --report_to 5",
+         {"algo.epochs": 1, "algo.aggregation": "token_mean"},
+         ("num_iterations=0", "loss_type=3", "report_to=[5]")),
     ],
 )  # fmt: skip
 def test_flags(flags: str, fields: dict, noted: tuple[str, ...], tmp_path: Path) -> None:
