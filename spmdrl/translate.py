@@ -125,6 +125,8 @@ def main(file: str = "", out: str = "", ranks: int | None = None, **others: Any)
     refuse_unknown(others, main)
     if not file:
         raise ConfigError("which file? python -m spmdrl.translate run.sh --out cfg.py")
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
+        raise ConfigError(f"--ranks {ranks}: give the number of TRL's processes")
     translation = translated(Path(file), ranks)
     source = source_of(translation, Path(file).name)
     if not out:

@@ -288,7 +288,9 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
     functions = s.get("reward_funcs")
     t.set("reward", "math", "reward_funcs")
     named = str(functions).strip("[]()'\", ")
-    if functions is not None and not ACCURACY.fullmatch(named):
+    if functions is None:
+        t.notes["reward_funcs"] = "not given as a name; 'math' stands in its place: docs/rewards.md"
+    elif not ACCURACY.fullmatch(named):
         t.notes[setting("reward_funcs", functions)] = (
             "TRL's take lists of completions; write one for one answer: "
             "def reward(response: str, ground_truth: str) -> float. 'math' stands in its place"

@@ -29,6 +29,7 @@ LISTS = {  # flags that take several words
 }  # fmt: skip
 QUANTIZED = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")  # of BitsAndBytesConfig
 ENUMS = ("OptimizerNames", "SchedulerType", "IntervalStrategy", "SaveStrategy")  # of transformers
+PARSED = ("parse_args_and_config", "parse_args_into_dataclasses")  # of TrlParser
 ACCURACY = re.compile(r"(?:\w+\.)*accuracy_reward")  # TRL's own reward function
 FLAGS = {f"--{name}" for name in (  # that only GRPO has
     "num_generations", "max_completion_length", "num_iterations", "loss_type", "epsilon_high",
@@ -55,6 +56,10 @@ def settings_of_python(text: str) -> Mapping[str, Any] | None:
         others = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & {*OTHERS}
         if found is None and others:
             raise refusal(", ".join(sorted(others)))
+        if found is not None:
+            later = [*set_later(tree, {})]
+            found |= {name: value for name, value, note in later if not note}
+            found["script_notes"] = {name: note for name, _, note in later if note}
         return found
     defaults = dict(argument for node in calls for argument in arguments_of(node))
     settings: dict[str, Any] = {}
@@ -94,8 +99,9 @@ def adapter(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_later(tree: ast.Module, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Gives (setting, value, "") for `args.NAME = value` behind `args = GRPOConfig(...)`, and
-    (statement, None, what to do) where that stands below an `if` or in a loop.
+    """Gives (setting, value, "") for `args.NAME = value` behind `args = GRPOConfig(...)`, or behind
+    TrlParser's `_, training_args, _ = ...`, and (statement, None, what to do) where that stands
+    below an `if` or in a loop.
     """
     kinds: dict[str, str] = {}  # of variables, by the call that made them
     for _, statement, decided in statements(tree.body):
@@ -106,6 +112,9 @@ def set_later(tree: ast.Module, defaults: Mapping[str, Any]) -> Iterator[tuple[s
             value = statement.value
             if isinstance(target, ast.Name) and isinstance(value, ast.Call):
                 kinds[target.id] = called(value)
+            parsed = isinstance(value, ast.Call) and called(value) in PARSED
+            if parsed and isinstance(target, ast.Tuple):  # script_args, training_args, ... in TRL
+                kinds["training_args"] = "GRPOConfig"
             if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Name):
                 continue
             kind = kinds.get(target.value.id)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from spmdrl.config import ConfigError
 from spmdrl.migration.config_source import Translation, source_of
-from spmdrl.translate import translated
+from spmdrl.translate import main, translated
 
 NOTHING: dict[str, Any] = {}
 START = "accelerate launch grpo.py --num_generations 8 --model_name_or_path m "
@@ -155,3 +156,21 @@ def test_the_recipe_that_a_command_names(command: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").unlink()
     t = of_text(f"{command} --config r.yaml", tmp_path, name="run.sh")
     assert "translate that file" in t.notes["--config"]
+
+
+def test_a_script_whose_command_stands_in_its_docstring(tmp_path: Path) -> None:
+    t = of_text(
+        f'"""\n{START} --beta 0.1\n"""\n'
+        "script_args, training_args, model_args = parser.parse_args_and_config()\n"
+        "training_args.learning_rate = 3e-6\nif x:\n    training_args.temperature = 0.5\n",
+        tmp_path,
+    )
+    check(t, {"algo.kl_coef": 0.1, "actor.optim.lr": 3e-6, "reward": "math"},
+          ("training_args.temperature = 0.5", "reward_funcs"))  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", ["many", 0])
+def test_a_number_of_processes_is_asked_for(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(START)
+    with pytest.raises(ConfigError, match="--ranks"):
+        main(str(tmp_path / "run.sh"), ranks=ranks)
