@@ -20,10 +20,11 @@ from spmdrl.config import ConfigError
 
 DECLARED = re.compile(r"^(?:export|local|readonly|declare|typeset)(?:\s+-\w+)*\s+")
 ASSIGNMENT = re.compile(r"^(\w+)(\+?)=(.*)$", re.S)
-WORD = re.compile(r"(?:'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|[^\s'\"\\])+", re.S)
+WORD = re.compile(r"(?:\$\(\(.*?\)\)|'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|[^\s'\"\\])+", re.S)
 REDIRECTION = re.compile(r"\d*(?:>|<|&>|\|)")  # what follows is not the command's
 QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|(?:\\.|[^'\"\\])+|['\"\\]", re.S)
 ARRAY = re.compile(r"[\"']?\$\{(\w+)\[@\]\}[\"']?")
+ARRAY_START = re.compile(r"^[ \t]*(?:[a-z]+\s+(?:-\w+\s+)*)?\w+\+?=\((?!\()", re.M)
 REPLACED = re.compile(r"\$\{(\w+)//([^/{}]+)/([^{}]*)\}")  # ${NAME//old/new}
 BRACED = re.compile(r"\$\{(\w+|@)(?::?[-=]([^{}]*))?\}")
 KEPT = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # ${NAME:=value}, which sets the variable, too
@@ -140,9 +141,21 @@ def logical_lines(text: str) -> list[str]:
     text = COMMENT.sub(lambda found: "" if found[0][0] == "#" else found[0], text)
     text = re.sub(r"[ \t]*\\[ \t]*\n(?:[ \t]*\n)*", " ", text)
     text = "".join(p.replace("\n", " ") if p[0] in "'\"" else p for p in QUOTED.findall(text))
-    array = re.compile(r"^\s*\w+\+?=\(.*?^\s*\)", re.MULTILINE | re.DOTALL)
-    text = array.sub(lambda found: found[0].replace("\n", " "), text)
+    for found in ARRAY_START.finditer(text):
+        end = closed_at(text, found.end())
+        text = text[: found.end()] + text[found.end() : end].replace("\n", " ") + text[end:]
     return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def closed_at(text: str, start: int) -> int:
+    """Returns where the bracket is closed that is open at `start`; `start` where none closes it."""
+    depth = 1
+    for part in QUOTED.finditer(text, start):
+        for place, letter in enumerate(part[0] if part[0][0] not in "'\"" else ""):
+            depth += {"(": 1, ")": -1}.get(letter, 0)
+            if depth == 0:
+                return part.start() + place
+    return start
 
 
 def without_heredocs(text: str) -> str:

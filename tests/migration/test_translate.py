@@ -691,21 +691,23 @@ def test_schedules_of_verl_where_two_settings_say_one_thing() -> None:
 def test_declarations_pipes_and_mappings_of_a_script_of_verl(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(
         ': "${N:=16}"\nreadonly BATCH=32\ndeclare -r LR=2e-6\nexport TOP=0.9 MODEL="a b" HOST\n'
+        "FREQ=1 SAVE=$((2 + 3))\nreadonly MORE=(\n trainer.test_freq=$FREQ\n $(no))\n"
         "python3 -m verl.trainer.main_ppo --config-path=$PWD/mine --config-name my_grpo \\\n"
         ' data.train_files=t actor_rollout_ref.model.path="$MODEL" \\\n'
         " data.train_batch_size=$BATCH \\\n"
         " actor_rollout_ref.rollout.n=$N actor_rollout_ref.actor.optim.lr=$LR \\\n"
-        " actor_rollout_ref.rollout.top_p=$TOP \\\n"
+        " actor_rollout_ref.rollout.top_p=$TOP trainer.save_freq=$SAVE ${MORE[@]} \\\n"
         " +data.apply_chat_template_kwargs={enable_thinking:False} \\\n"
         " +custom_reward_function.reward_kwargs='{alpha: 1e-1}' 2>&1 | tee x=1.log"
     )
     t = translated(tmp_path / "run.sh")
     assert {name: t.fields[name] for name in (
         "model", "rollout.n", "data.prompts_per_step", "actor.optim.lr", "rollout.top_p",
-        "data.chat_template_kwargs",
+        "data.chat_template_kwargs", "checkpoint.every_steps", "eval_every",
     )} == {
         "model": "a b", "rollout.n": 16, "data.prompts_per_step": 32, "actor.optim.lr": 2e-6,
-        "rollout.top_p": 0.9, "data.chat_template_kwargs": {"enable_thinking": False},
+        "checkpoint.every_steps": 5, "eval_every": 1, "rollout.top_p": 0.9,
+        "data.chat_template_kwargs": {"enable_thinking": False},
     }  # fmt: skip
     assert t.notes.keys() >= {
         "--config-name=$PWD/mine/my_grpo", "custom_reward_function.reward_kwargs={'alpha': 0.1}",
