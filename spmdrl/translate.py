@@ -20,15 +20,16 @@ import yaml
 
 from spmdrl.cli.help import asks_for_help, refuse_unknown
 from spmdrl.config import ConfigError
-from spmdrl.migration import trl, verl
+from spmdrl.migration import trl, trl_source, verl
 from spmdrl.migration.config_source import Translation, comment, shown, source_of
 from spmdrl.migration.shell import Settings
 
 TRL_NAMES = {"num_generations", "max_completion_length", "per_device_train_batch_size", "beta"}
 
 
-def translated(file: Path, ranks: int = 1) -> Translation:
-    """Returns the translation of a script or a YAML file. ranks: of a run of TRL.
+def translated(file: Path, ranks: int | None = None) -> Translation:
+    """Returns the translation of a script or a YAML file. ranks: of a run of TRL; None: as many as
+    its launcher was told, or 1.
 
     Raises ConfigError where the file cannot be read, or starts neither verl's reinforcement
     learning nor TRL's GRPO.
@@ -41,23 +42,53 @@ def translated(file: Path, ranks: int = 1) -> Translation:
         return of_yaml(file, text, ranks)
     if file.suffix == ".py":
         try:
-            settings = trl.settings_of_python(text)
+            settings = trl_source.settings_of_python(text)
         except SyntaxError as error:
             raise ConfigError(f"{file} is no Python: line {error.lineno}: {error.msg}") from error
         if settings is not None:
-            return trl.translate(settings, ranks)
+            return trl.translate(with_recipe(settings, file), ranks)
     else:
         overrides = verl.overrides_of_script(text)
         if overrides is not None:
             return with_undecided(verl.translate(overrides), overrides)
-        flags = trl.settings_of_script(text)
+        flags = trl_source.settings_of_script(text)
         if flags is not None:
-            return with_undecided(trl.translate(flags, ranks), flags)
+            return with_undecided(trl.translate(with_recipe(flags, file), ranks), flags)
     raise ConfigError(f"{file} starts neither verl.trainer.main_ppo nor TRL with a GRPOConfig")
+
+
+def with_recipe(flags: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """Adds the settings of the YAML file that `--config` names, below those of the flags.
+
+    It is looked for beside the script and in the current folder; else a note asks for it.
+    """
+    name = flags.get("config")
+    if not isinstance(name, str):
+        return flags
+    for recipe in (file.parent / name, Path(name)):
+        if recipe.is_file():
+            try:
+                tree = yaml.safe_load(recipe.read_text())
+            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+                raise ConfigError(
+                    f"{recipe}, which {file} names, cannot be read: {error}"
+                ) from None
+            if isinstance(tree, Mapping):
+                return numbers_of(tree) | dict(flags)
+    why = f"{name} is not there to read, and its settings are left out: translate that file, too"
+    others = {k: v for k, v in flags.items() if k != "config"}
+    return others | {"script_notes": {**flags.get("script_notes", {}), "--config": why}}
+
+
+def numbers_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tree with its numbers that YAML reads as text, such as 1e-6."""
+    return {k: verl.as_value(v) if isinstance(v, str) else verl.numbers(v) for k, v in tree.items()}
 
 
 def with_undecided(translation: Translation, settings: Settings) -> Translation:
     """Adds a note for each variable whose value depends on how the script is run."""
+    for word in settings.unknown:
+        translation.notes[word] = "the script does not say what this is; it may hold settings"
     for name, values in settings.undecided.items():
         *others, last = map(shown, values)
         also = f"; others: {', '.join(others)}" if others else ""
@@ -67,7 +98,7 @@ def with_undecided(translation: Translation, settings: Settings) -> Translation:
     return translation
 
 
-def of_yaml(file: Path, text: str, ranks: int) -> Translation:
+def of_yaml(file: Path, text: str, ranks: int | None) -> Translation:
     """Returns the translation of a YAML file: verl's has groups of settings, TRL's a flat list."""
     try:
         tree = yaml.safe_load(text)
@@ -76,24 +107,26 @@ def of_yaml(file: Path, text: str, ranks: int) -> Translation:
     if isinstance(tree, Mapping) and tree.keys() & {"actor_rollout_ref", "algorithm"}:
         return verl.translate(verl.settings_of_yaml(tree))
     if isinstance(tree, Mapping) and tree.keys() & TRL_NAMES:
-        numbers = {k: verl.as_value(v) if isinstance(v, str) else v for k, v in tree.items()}
-        return trl.translate(numbers, ranks)
+        return trl.translate(numbers_of(tree), ranks)
     raise ConfigError(f"{file} has neither verl's actor_rollout_ref or algorithm, nor TRL's names")
 
 
-def main(file: str = "", out: str = "", ranks: int = 1, **others: Any) -> None:
+def main(file: str = "", out: str = "", ranks: int | None = None, **others: Any) -> None:
     """Writes the config, and says what to look at.
 
     Args:
         file: a shell script, a YAML file or a Python script of verl or TRL
         out: the config to write; without it the config is printed
-        ranks: of a run of TRL, whose batch is that of one process times their number
+        ranks: of a run of TRL, whose batch is that of one process times their number; without it
+            as many as the script tells its launcher, or 1
     """
     if asks_for_help(others, main):
         return
     refuse_unknown(others, main)
     if not file:
         raise ConfigError("which file? python -m spmdrl.translate run.sh --out cfg.py")
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
+        raise ConfigError(f"--ranks {ranks}: give the number of TRL's processes")
     translation = translated(Path(file), ranks)
     source = source_of(translation, Path(file).name)
     if not out:

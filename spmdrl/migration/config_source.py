@@ -96,6 +96,12 @@ def config_classes(kind: type) -> dict[str, type]:
 
 
 GROUPS = config_classes(PpoConfig)
+NUMBERS = {
+    f"{where}.{name}".lstrip(".")
+    for where, kind in {"": PpoConfig, **GROUPS}.items()
+    for name, hint in typing.get_type_hints(kind).items()
+    if {int, float} & {hint, *typing.get_args(hint)} and str not in typing.get_args(hint)
+}  # the fields that take numbers alone
 CONFIGS = {kind.__name__ for kind in (PpoConfig, *GROUPS.values())}
 
 

@@ -12,16 +12,22 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 from spmdrl.config import ConfigError
 
-ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+)?(\w+)(\+?)=(.*)$", re.S)
+DECLARED = re.compile(r"^(?:export|local|readonly|declare|typeset)(?:\s+-\w+)*\s+")
+ASSIGNMENT = re.compile(r"^(\w+)(\+?)=(.*)$", re.S)
+WORD = re.compile(r"(?:\$\(\(.*?\)\)|'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|[^\s'\"\\])+", re.S)
+REDIRECTION = re.compile(r"\d*(?:>|<|&>|\|)")  # what follows is not the command's
 QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|(?:\\.|[^'\"\\])+|['\"\\]", re.S)
 ARRAY = re.compile(r"[\"']?\$\{(\w+)\[@\]\}[\"']?")
+ARRAY_START = re.compile(r"^[ \t]*(?:[a-z]+\s+(?:-\w+\s+)*)?\w+\+?=\((?!\()", re.M)
 REPLACED = re.compile(r"\$\{(\w+)//([^/{}]+)/([^{}]*)\}")  # ${NAME//old/new}
-BRACED = re.compile(r"\$\{(\w+|@)(?::?-([^{}]*))?\}")
+BRACED = re.compile(r"\$\{(\w+|@)(?::?[-=]([^{}]*))?\}")
+KEPT = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # ${NAME:=value}, which sets the variable, too
 NAMED = re.compile(r"\$(\w+|@)")
 SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 HEREDOC = re.compile(r"(?<!<)<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2[^\n]*\n")
@@ -46,11 +52,20 @@ class Command(list[str]):
 
 
 class Settings(dict[str, Any]):
-    """The settings that a command gives; undecided: as of the command."""
+    """The settings that a command gives; undecided: as of the command.
 
-    def __init__(self, settings: Mapping[str, Any], undecided: Mapping[str, list[str]]) -> None:
+    unknown: words of the command that are variables which nothing sets, and may hold settings.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        undecided: Mapping[str, list[str]],
+        unknown: Iterable[str] = (),
+    ) -> None:
         super().__init__(settings)
         self.undecided = undecided
+        self.unknown = list(unknown)
 
 
 def commands(text: str) -> list[Command]:
@@ -68,15 +83,17 @@ def commands(text: str) -> list[Command]:
         names = set(re.findall(r"\$\{?(\w+)", line))
         names |= {name for outer in names for name in inside.get(outer, ())}
         try:
-            assigned = ASSIGNMENT.match(line)
-            if assigned and is_assignment(assigned[3]):
-                name, more, value = assigned.groups()
+            for name, value in KEPT.findall(line):
+                variables[name] = variables.get(name) or value_of(value, variables)
+            assigned = assignments(line)
+            for name, more, value in assigned:
                 before = f"{variables.get(name, '')} " if more else ""
                 grows = bool(more) or name in names
                 variables[name] = before + value_of(value, variables)
                 values[name] = [*([] if grows else values.get(name, [])), variables[name]]
                 inside[name] = names
                 branched |= {name} if below_if else set()
+            if assigned:
                 continue
             words = Command(shlex.split(expand(line, variables)))
         except ValueError as error:
@@ -124,9 +141,21 @@ def logical_lines(text: str) -> list[str]:
     text = COMMENT.sub(lambda found: "" if found[0][0] == "#" else found[0], text)
     text = re.sub(r"[ \t]*\\[ \t]*\n(?:[ \t]*\n)*", " ", text)
     text = "".join(p.replace("\n", " ") if p[0] in "'\"" else p for p in QUOTED.findall(text))
-    array = re.compile(r"^\s*\w+\+?=\(.*?^\s*\)", re.MULTILINE | re.DOTALL)
-    text = array.sub(lambda found: found[0].replace("\n", " "), text)
+    for found in ARRAY_START.finditer(text):
+        end = closed_at(text, found.end())
+        text = text[: found.end()] + text[found.end() : end].replace("\n", " ") + text[end:]
     return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def closed_at(text: str, start: int) -> int:
+    """Returns where the bracket is closed that is open at `start`; `start` where none closes it."""
+    depth = 1
+    for part in QUOTED.finditer(text, start):
+        for place, letter in enumerate(part[0] if part[0][0] not in "'\"" else ""):
+            depth += {"(": 1, ")": -1}.get(letter, 0)
+            if depth == 0:
+                return part.start() + place
+    return start
 
 
 def without_heredocs(text: str) -> str:
@@ -142,12 +171,32 @@ def without_heredocs(text: str) -> str:
     return text
 
 
+def assignments(line: str) -> list[tuple[str, str, str]]:
+    """Returns (name, "+" or "", value) of each variable that the line sets; none of a command."""
+    bare = DECLARED.sub("", line)
+    whole = ASSIGNMENT.match(bare)
+    if whole and is_assignment(whole[3]):
+        return [(whole[1], whole[2], whole[3])]
+    words = WORD.findall(bare)
+    found = [m for word in words if (m := ASSIGNMENT.match(word))]
+    names = [word for word in words if bare != line and re.fullmatch(r"\w+", word)]  # export NAME
+    closed = all(word.count("(") == word.count(")") for word in words)
+    if not closed or len(found) + len(names) < len(words):
+        return []
+    return [(m[1], m[2], m[3]) for m in found]
+
+
 def is_assignment(value: str) -> bool:
     """Says whether `NAME=value` stands alone; else it is a variable in front of a command."""
     if value.startswith("(") or SUM.match(value):
         return True
     bare = QUOTED.sub(lambda part: "x" if part[0][0] in "'\"" else part[0], value)
     return len(bare.split()) <= 1
+
+
+def before_redirection(words: list[str]) -> list[str]:
+    """Returns the words up to a redirection or a pipe."""
+    return list(takewhile(lambda word: not REDIRECTION.match(word), words))
 
 
 def value_of(value: str, variables: Mapping[str, str]) -> str:

@@ -6,19 +6,15 @@ docs/migration.md.
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterator, Mapping
-from itertools import takewhile
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.cli.hub_names import named_set
 from spmdrl.config import TRACKERS, ConfigError
-from spmdrl.migration.config_source import Translation, setting, shown
-from spmdrl.migration.shell import Settings, commands
-from spmdrl.migration.trl_datasets import Datasets
+from spmdrl.migration.config_source import NUMBERS, Translation, setting
+from spmdrl.migration.trl_source import ACCURACY, Computed
 from spmdrl.migration.trl_training import batches, lora, optimizer
-from spmdrl.migration.verl import as_value
 from spmdrl.migration.verl_settings import OTHER_POLICY
 
 DEFAULTS: dict[str, Any] = {  # of TRL
@@ -34,7 +30,7 @@ DEFAULTS: dict[str, Any] = {  # of TRL
 SAME = {
     "model_name_or_path": "model", "model": "model", "output_dir": "run_dir", "seed": "seed",
     "learning_rate": "actor.optim.lr", "weight_decay": "actor.optim.weight_decay",
-    "max_grad_norm": "actor.optim.clip_norm", "warmup_ratio": "actor.optim.warmup_ratio",
+    "max_grad_norm": "actor.optim.clip_norm",
     "adam_epsilon": "actor.optim.eps", "num_generations": "rollout.n",
     "num_iterations": "algo.epochs", "max_completion_length": "rollout.max_tokens",
     "max_prompt_length": "data.max_prompt_tokens", "temperature": "rollout.temperature",
@@ -51,10 +47,27 @@ SAME = {
     "lora_r": "actor.lora.rank", "lora_alpha": "actor.lora.alpha",
     "use_rslora": "actor.lora.use_rslora", "use_dora": "actor.lora.use_dora",
     "chat_template_kwargs": "data.chat_template_kwargs", "trust_remote_code": "trust_remote_code",
-    "save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep",
-    "eval_steps": "eval_every", "shuffle_dataset": "data.shuffle",
+    "save_total_limit": "checkpoint.keep", "shuffle_dataset": "data.shuffle",
 }  # fmt: skip
-RANKS = ("num_processes", "nproc_per_node")  # of accelerate, of torchrun
+RANKS = ("num_processes", "nproc_per_node", "nnodes")  # of accelerate; of torchrun, and its hosts
+COUNTED = {  # what takes numbers, beside the names in DEFAULTS and those of our fields
+    "steps_per_generation", "generation_batch_size", "max_steps", "warmup_ratio", "eval_steps",
+    "adam_beta1", "adam_beta2", "epsilon_high", "delta", "ref_model_sync_steps",
+    "ref_model_mixup_alpha", "sapo_temperature_pos", "sapo_temperature_neg",
+    "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_min", "vespo_k_pos",
+    "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg",
+}  # fmt: skip
+DIVISORS = {*RANKS, "per_device_train_batch_size", "gradient_accumulation_steps",
+            "num_generations", "num_iterations"}  # fmt: skip
+WORDS: dict[str, Any] = {  # what takes names, and the types of these
+    **dict.fromkeys(("loss_type", "vllm_importance_sampling_mode", "importance_sampling_level",
+                     "lr_scheduler_type"), str),
+    "scale_rewards": str | bool,
+    **dict.fromkeys(("report_to", "lora_target_modules", "lora_target_parameters"),
+                    str | list | tuple | set),
+}  # fmt: skip
+READ = {"steps_per_generation", "use_peft", "report_to"}  # of ALWAYS, what a field comes from
+DEFAULT_OF = {"steps_per_generation": "gradient_accumulation_steps"}
 ALWAYS = {
     "vllm_mode": "vLLM runs inside the ranks", "use_vllm": "rollout.engine", "do_train": "",
     "gradient_accumulation_steps": "micro-batches are filled by tokens",
@@ -80,209 +93,25 @@ NOTES = {  # what to do about settings
     "system_prompt": "of Open-R1: write it into the rows, as the first turn of a chat list",
     "gradient_checkpointing_kwargs": "layers are computed anew without reentrance",
 }
-TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of GRPOTrainer
-OTHERS = ("DPOConfig", "SFTConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "PPOConfig",
-          "GKDConfig")  # fmt: skip
 LOSSES = {"grpo": "seq_mean_token_mean", "bnpo": "token_mean", "dapo": "token_mean",
           "dr_grpo": "seq_mean_token_sum_norm", "cispo": "token_mean", "sapo": None,
           "luspo": None, "vespo": "token_mean"}  # fmt: skip
 VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
-LORA = {  # of peft's LoraConfig, the flag of TRL
-    "r": "lora_r", **{name: name for name in (
-        "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
-    )},
-}  # fmt: skip
-LORA_DEFAULTS = {"bias": "none", "init_lora_weights": True, "inference_mode": False}
-LISTS = {  # flags that take several words
-    "report_to", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
-    "reward_funcs", "reward_weights",
-}  # fmt: skip
-REDIRECTION = re.compile(r"\d*(?:>|<|&>|\|)")  # what follows is no flag's
-ACCURACY = re.compile(r"(?:\w+\.)*accuracy_reward")  # TRL's own reward function
-FLAGS = {f"--{name}" for name in (  # that only GRPO has
-    "num_generations", "max_completion_length", "num_iterations", "loss_type", "epsilon_high",
-    "scale_rewards", "reward_funcs", "vllm_mode",
-)}  # fmt: skip
 
 
-class Computed(str):
-    """The source code of a value that a script computes."""
-
-
-def settings_of_python(text: str) -> Mapping[str, Any] | None:
-    """Returns the settings that a script gives to GRPOConfig, GRPOTrainer, LoraConfig and
-    load_dataset, or those of the command in its docstring, where it takes them from the command
-    line; None where it has no GRPOConfig.
-
-    `args.NAME` is what add_argument has as the default of --NAME. Raises ConfigError for a script
-    of another trainer of TRL.
-    """
-    tree = ast.parse(text)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    if not any(called(node) == "GRPOConfig" for node in calls):
-        found = settings_of_script(ast.get_docstring(tree) or "")
-        others = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & {*OTHERS}
-        if found is None and others:
-            raise refusal(", ".join(sorted(others)))
-        return found
-    defaults = dict(argument for node in calls for argument in arguments_of(node))
-    settings: dict[str, Any] = {}
-    roles: dict[str, ast.expr] = {}
-    notes = dict(note for node in calls for note in unread(node))
-    for node in calls:
-        keywords = {k.arg: k.value for k in node.keywords if k.arg is not None}
-        if called(node) == "GRPOTrainer":
-            keywords = dict(zip(TRAINER, node.args, strict=False)) | keywords
-            roles |= {k: keywords.pop(k) for k in TRAINER[3:] if k in keywords}
-        given = {name: value_of(value, defaults) for name, value in keywords.items()}
-        if called(node) in ("GRPOConfig", "GRPOTrainer"):
-            settings |= {k: v for k, v in given.items() if k not in ("args", "peft_config")}
-        elif called(node) == "LoraConfig":
-            given = {k: v for k, v in given.items() if LORA_DEFAULTS.get(k) != v}
-            settings |= {"lora_r": 8, "lora_alpha": 8}
-            settings |= {LORA.get(name, f"lora_{name}"): value for name, value in given.items()}
-    if any(called(node) == "LoraConfig" for node in calls):
-        notes.pop("peft_config", None)
-    if any(isinstance(n, ast.FunctionDef) and ACCURACY.fullmatch(n.name) for n in ast.walk(tree)):
-        functions = settings.get("reward_funcs")
-        settings["reward_funcs"] = Computed(f"{functions}, which the script defines")
-    loads = [node for node in calls if called(node) == "load_dataset"]
-    named = datasets_of(tree, loads, roles, defaults)
-    return settings | named | {"script_notes": notes | named["script_notes"]}
-
-
-def unread(node: ast.Call) -> Iterator[tuple[str, str]]:
-    """Gives (setting, what to do) for what a call gives in a form that no name says."""
-    name = called(node)
-    if name not in ("GRPOConfig", "GRPOTrainer", "LoraConfig"):
-        return
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            computed = f"{name}(**{shown(ast.unparse(keyword.value))})"
-            yield computed, "the script computes it; write each of its settings"
-        elif keyword.arg == "peft_config" and ast.unparse(keyword.value) != "None":
-            yield "peft_config", "the script computes it; write actor.lora"
-
-
-def datasets_of(
-    tree: ast.Module,
-    loads: list[ast.Call],
-    roles: Mapping[str, ast.expr],
-    defaults: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns train_dataset and eval_dataset by our names, and `script_notes` about them.
-
-    loads: the calls of load_dataset. roles: what GRPOTrainer is given as either.
-    """
-    datasets = Datasets(tree, lambda node: value_of(node, defaults))
-    found = {role: datasets.of(node) for role, node in roles.items()}
-    train, held_out = (found.get(role, []) for role in TRAINER[3:])
-    notes = datasets.notes
-    if not train:
-        loads = sorted(loads, key=lambda node: node.lineno)
-        several = dict.fromkeys(name for node in loads for name in datasets.of(node))
-        train = [name for name in several if name not in held_out]
-        if "train_dataset" in roles and train:
-            notes["train_dataset"] = f"the script computes it; it loads {train[0]}, which is taken"
-    if len(train) > 1:
-        notes["train_dataset"] = f"one of {', '.join(train)}; the first is taken"
-    if len(held_out) > 1:
-        notes["eval_dataset"] = f"one of {', '.join(held_out)}; the first is taken"
-    elif "eval_dataset" in roles and not held_out and ast.unparse(roles["eval_dataset"]) != "None":
-        notes["eval_dataset"] = "the script computes it; write data.eval"
-    names = {"train_dataset": train[:1], "eval_dataset": held_out[:1]}
-    return {role: names[role][0] for role in names if names[role]} | {"script_notes": notes}
-
-
-def called(node: ast.Call) -> str:
-    """Returns the name of what is called, without its module."""
-    return ast.unparse(node.func).rpartition(".")[2]
-
-
-def arguments_of(node: ast.Call) -> Iterator[tuple[str, Any]]:
-    """Gives the name and the default of an argument that add_argument declares."""
-    if called(node) == "add_argument":
-        names = [a.value for a in node.args if isinstance(a, ast.Constant)]
-        long = next((str(n)[2:] for n in names if str(n).startswith("--")), None)
-        default = next((k.value for k in node.keywords if k.arg == "default"), None)
-        if long is not None and isinstance(default, ast.Constant):
-            yield long.replace("-", "_"), default.value
-
-
-def value_of(node: ast.expr, defaults: Mapping[str, Any]) -> Any:
-    """Returns the value of an expression; its source code where it is not a literal."""
-    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args":
-        return defaults.get(node.attr, Computed(ast.unparse(node)))
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return Computed(ast.unparse(node))
-
-
-def refusal(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name} of TRL has no translation: only GRPOConfig has one. docs/sft.md, "
-        "docs/preference.md, docs/reward_model.md and docs/distillation.md have the fields of "
-        "fine-tuning, of DPO and the like, of reward models, and of GKD"
-    )
-
-
-def settings_of_script(text: str) -> Settings | None:
-    """Returns the flags that a shell script gives to TRL's GRPO; None where it starts none."""
-    for words in commands(text):
-        given = {word.partition("=")[0] for word in words}
-        other = next((w for w in words if w in ("dpo", "sft", "kto", "reward", "rloo")), None)
-        if "trl" in words and other is not None:
-            raise refusal(f"trl {other}")
-        if given & FLAGS or {"trl", "grpo"} <= given:
-            return Settings(dict(flags(words)), words.undecided)
-    return None
-
-
-def flags(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Gives (name, value) of each --name value, --name=value, and --name alone, which is True.
-
-    The value of a flag that takes several words is their list.
-    """
-    words = list(takewhile(lambda word: not REDIRECTION.match(word), words))
-    for place, word in enumerate(words):
-        if not word.startswith("--"):
-            continue
-        name, has_value, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        following = words[place + 1] if place + 1 < len(words) else "--"
-        if not has_value:
-            value = "True" if following.startswith("--") else following
-        if name in LISTS and not has_value:
-            several = takewhile(lambda word: not word.startswith("--"), words[place + 1 :])
-            yield name, [as_value(word.rstrip(",")) for word in several]
-            continue
-        yield name, None if value == "None" else as_value(value)
-
-
-def translate(given: Mapping[str, Any], ranks: int) -> Translation:
+def translate(given: Mapping[str, Any], ranks: int | None) -> Translation:
     """Returns what TRL's settings are here.
 
-    ranks: of TRL's run, which its batch counts by; 1: as many as its launcher was told, if it was.
+    ranks: of TRL's run, which its batch counts by; None: as many as its launcher was told, or 1.
     """
     t = Translation("TRL")
-    kept = {"reward_funcs", *ALWAYS} - {*DEFAULTS}  # what is not read may be computed
-    for name, value in given.items():
-        if isinstance(value, Computed) and name not in kept:
-            t.notes[setting(name, value)] = "the script computes it; write the value"
-    given = {k: v for k, v in given.items()
-             if v is not None and (k in kept or not isinstance(v, Computed))}  # fmt: skip
-    for name, value in given.items():
-        number = isinstance(DEFAULTS.get(name), int | float)
-        if number and not isinstance(value, int | float):
-            raise ConfigError(f"{name}={value!r}: TRL takes a number")
+    given = known(given, t)
     s = DEFAULTS | given
-    told = next((s[name] for name in RANKS if type(s.get(name)) is int), 1)
-    ranks = told if ranks == 1 else ranks
+    ranks = launched(given, t) if ranks is None else ranks
     used = {*objective(s, t), *correction(s, t), *batches(s, t, ranks), *optimizer(s, t),
             *data(s, t), *lora(s, t)}  # fmt: skip
     for name, value in s.items():
-        if name in used:
+        if name in used or (name in RANKS and any(setting(name, value) in n for n in t.notes)):
             continue
         if name in SAME:
             t.set(SAME[name], value, name if name in given else "")
@@ -299,6 +128,58 @@ def translate(given: Mapping[str, Any], ranks: int) -> Translation:
         t.notes["model"] = "not given as a name; write it"
     t.set("rollout.engine", "vllm" if s["use_vllm"] else "hf", "use_vllm")
     return t
+
+
+def known(given: Mapping[str, Any], t: Translation) -> dict[str, Any]:
+    """Returns the settings whose value the file says. Each other one has a note, and its default.
+
+    Raises ConfigError where a setting that the translation counts with is no number.
+    """
+    kept = {"reward_funcs", *ALWAYS} - {*DEFAULTS} - READ  # what is not read may be computed
+    found = {}
+    for name, value in given.items():
+        number = name in COUNTED or SAME.get(name) in NUMBERS
+        number |= isinstance(DEFAULTS.get(name), int | float)
+        why = ""
+        if isinstance(value, Computed):
+            why = "" if name in kept else "the script computes it; write the value"
+        elif is_unknown(name, value):
+            why = "" if name in kept else "the script does not say what this variable is"
+        elif number and value is not None and not isinstance(value, int | float):
+            if name in DEFAULTS:
+                raise ConfigError(f"{name}={value!r}: TRL takes a number")
+            why = "TRL takes a number"
+        elif name in DIVISORS and isinstance(value, int | float) and value < 1:
+            why = "TRL takes a number above 0"
+        elif name in WORDS and not isinstance(value, WORDS[name]) and value is not None:
+            why = "TRL takes a name"
+        if why:
+            default = DEFAULTS.get(name, DEFAULT_OF.get(name))
+            t.notes[setting(name, value)] = why + (
+                f"; {default} is taken" if default is not None else ""
+            )
+        elif value is not None:
+            found[name] = value
+    return found
+
+
+def is_unknown(name: str, value: Any) -> bool:
+    """Says whether a value has a variable that nothing sets, where it is no part of a name."""
+    named = ("path", "dir", "name", "model", "dataset", "config", "file", "column", "prompt")
+    texts = value if isinstance(value, list) else [value]
+    return not name.endswith(named) and any(isinstance(x, str) and "$" in x for x in texts)
+
+
+def launched(given: Mapping[str, Any], t: Translation) -> int:
+    """Returns how many processes TRL had, as its launcher was told; 1 where nothing says it."""
+    total = [given[name] for name in RANKS[:1] if name in given]
+    asked = total or [given[name] for name in RANKS[1:] if name in given]
+    if all(type(number) is int for number in asked):
+        return math.prod(asked)
+    t.notes[", ".join(setting(name, given[name]) for name in RANKS if name in given)] = (
+        "the script does not say how many processes TRL had; 1 is counted: call with --ranks N"
+    )
+    return 1
 
 
 def objective(s: Mapping[str, Any], t: Translation) -> list[str]:
@@ -407,7 +288,9 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
     functions = s.get("reward_funcs")
     t.set("reward", "math", "reward_funcs")
     named = str(functions).strip("[]()'\", ")
-    if functions is not None and not ACCURACY.fullmatch(named):
+    if functions is None:
+        t.notes["reward_funcs"] = "not given as a name; 'math' stands in its place: docs/rewards.md"
+    elif not ACCURACY.fullmatch(named):
         t.notes[setting("reward_funcs", functions)] = (
             "TRL's take lists of completions; write one for one answer: "
             "def reward(response: str, ground_truth: str) -> float. 'math' stands in its place"
@@ -415,6 +298,9 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
     asked = [s["report_to"]] if isinstance(s.get("report_to"), str) else s.get("report_to") or []
     trackers = tuple(name for name in TRACKERS if name in asked)
     t.set("trackers", trackers or ("tensorboard",), "report_to")
+    others = [name for name in asked if name not in (*TRACKERS, "none")]
+    if others:
+        t.notes[setting("report_to", others)] = "trackers=(..., an object of your own)"
     return used
 
 

@@ -14,20 +14,25 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from spmdrl.config import TRACKERS, ConfigError, RolloutConfig
-from spmdrl.migration.config_source import Code, Translation, setting
-from spmdrl.migration.shell import Settings, commands
+from spmdrl.migration.config_source import NUMBERS, Code, Translation, setting
+from spmdrl.migration.shell import Settings, before_redirection, commands
 from spmdrl.migration.verl_algorithm import correction, kl, objective
 from spmdrl.migration.verl_roles import critic, engines, experts, model, reference
 from spmdrl.migration.verl_settings import (
     ALWAYS,
     BY_DATA_SOURCE,
+    COUNTED,
     DEFAULTS,
+    NAMED,
     NOTES,
     OTHER_POLICY,
     PROGRAM,
     ROLLOUT,
     SAME,
 )
+
+NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d+")  # YAML wants a point in it
+OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer")  # of verl/trainer/config
 
 
 def overrides_of_script(text: str) -> Settings | None:
@@ -42,7 +47,9 @@ def overrides_of_script(text: str) -> Settings | None:
         if place is None:
             continue
         program, rest = words[place], words[place + 1 :]
+        rest = before_redirection(rest)
         settings = dict(as_setting(w) for w in rest if re.match(r"[+~]*[A-Za-z_][\w.@/]*=", w))
+        settings |= config_file(rest)
         if not any("." in name for name in settings):
             continue
         if not {n.partition(".")[0] for n in settings} >= {"data", "actor_rollout_ref"}:
@@ -50,7 +57,7 @@ def overrides_of_script(text: str) -> Settings | None:
                 f"the script starts {program}: of verl only the program for reinforcement learning "
                 "is translated; docs/sft.md has the fields of fine-tuning"
             )
-        return Settings(settings, words.undecided)
+        return Settings(settings, words.undecided, (w for w in rest if w.startswith("$")))
     return None
 
 
@@ -61,12 +68,38 @@ def as_setting(word: str) -> tuple[str, Any]:
 
 def as_value(text: str) -> Any:
     """Returns a value as Hydra reads it: 1e-6 is a number, [a, b] a list."""
-    if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):
+    if NUMBER.fullmatch(text):
         return float(text)
+    if " #" in text or re.fullmatch(r"\d+(:\d+)+", text):  # a comment, a number to base 60
+        return text
+    if text.startswith("{"):  # {name:value} wants a blank
+        text = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text)
     try:
-        return text if " #" in text else yaml.safe_load(text)  # there it begins a comment
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
+    return value if isinstance(value, str) else numbers(value)
+
+
+def numbers(value: Any) -> Any:
+    """Returns the value with the numbers in its lists and mappings that YAML reads as text."""
+    if isinstance(value, list):
+        return [numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: numbers(each) for name, each in value.items()}
+    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+
+
+def config_file(words: list[str]) -> dict[str, str]:
+    """Returns the file of settings that a command names, unless it is one of verl's own."""
+    given: dict[str, str] = {}
+    for option, value in re.findall(r"(?:^|\0)--?([a-z-]+)[=\0]([^\0]*)", "\0".join(words)):
+        given[{"cn": "config-name", "cp": "config-path"}.get(option, option)] = value
+    name, folder = given.get("config-name", OWN_FILES[0]), given.get("config-path", "config")
+    is_own = folder in ("config", "./config") or folder.endswith("verl/trainer/config")
+    if is_own and name.removesuffix(".yaml") in OWN_FILES:
+        return {}
+    return {"--config-name": f"{folder}/{name}"}
 
 
 def settings_of_yaml(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +110,10 @@ def settings_of_yaml(tree: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(value, Mapping) and value and name != "apply_chat_template_kwargs":
                 yield from leaves(value, f"{where}{name}.")
             elif value != "???" and not (isinstance(value, str) and "${" in value):
-                yield f"{where}{name}", as_value(value) if isinstance(value, str) else value
+                yield (
+                    f"{where}{name}",
+                    as_value(value) if isinstance(value, str) else numbers(value),
+                )
 
     skipped = ("defaults", "hydra")
     found = leaves({k: v for k, v in tree.items() if k not in skipped}, "")
@@ -94,6 +130,14 @@ def translate(given: Mapping[str, Any]) -> Translation:
     for name, value in given.items():
         if isinstance(DEFAULTS.get(name), int | float) and not isinstance(value, int | float):
             raise ConfigError(f"{name}={value!r}: verl takes a number")
+        number = name.endswith(COUNTED) or SAME.get(name) in NUMBERS
+        if number and not isinstance(value, int | float):
+            t.notes[setting(name, value)] = "verl takes a number"
+        elif name.endswith(".ppo_mini_batch_size") and value < 1:
+            t.notes[setting(name, value)] = "verl takes a number above 0"
+        elif name.endswith(NAMED) and not isinstance(value, str):
+            t.notes[setting(name, value)] = "verl takes a name"
+    given = {k: v for k, v in given.items() if setting(k, v) not in t.notes}
     settings = DEFAULTS | given
     left = dict(settings)
     for part in (
@@ -189,7 +233,7 @@ def rollout(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.notes[setting(longest, s[longest])] = "of letters; multi_turn.max_reply_tokens is tokens"
     stops = s.get(f"{ROLLOUT}.stop")
     if stops:
-        stops = [stops] if isinstance(stops, str) else stops
+        stops = stops if isinstance(stops, list | tuple) else [stops]
         t.set("rollout.stop", tuple(map(str, stops)), f"{ROLLOUT}.stop")
     used = (
         "name", "stop", "top_k", "val_kwargs.top_k", "val_kwargs.temperature",
@@ -219,7 +263,7 @@ def rewards(s: Mapping[str, Any], t: Translation) -> list[str]:
     if not has_model:
         t.fields.pop("reward_model.model", None)
     used = [name for name in s if name.startswith(("custom_reward_function.", "reward.custom_"))]
-    for option in (name for name in used if ".reward_kwargs." in name):
+    for option in (name for name in used if ".reward_kwargs" in name and s[name]):
         t.notes[setting(option, s[option])] = "write it into the function, as a default"
     manager = s.get("reward_model.reward_manager", s.get("reward.reward_manager.name"))
     if manager not in (None, "naive", "dapo"):
@@ -235,12 +279,17 @@ def schedule(s: Mapping[str, Any], t: Translation) -> list[str]:
     steps, epochs = s.get("trainer.total_training_steps"), s["trainer.total_epochs"]
     if steps:
         t.set("steps", steps, "trainer.total_training_steps")
+        if epochs != DEFAULTS["trainer.total_epochs"]:
+            t.notes[setting("trainer.total_epochs", epochs)] = (
+                f"not taken: trainer.total_training_steps={steps} is given, too; verl stops at "
+                "whichever is first"
+            )
     else:
         t.set("epochs", epochs, "trainer.total_epochs")
     t.set("eval_every", max(0, s["trainer.test_freq"]), "trainer.test_freq")
     t.set("checkpoint.every_steps", max(0, s["trainer.save_freq"]), "trainer.save_freq")
     loggers = s.get("trainer.logger", [])
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers)
+    loggers = list(loggers) if isinstance(loggers, list | tuple) else [str(loggers)]
     named = tuple(name for name in TRACKERS if name in loggers)
     t.set("trackers", named or ("tensorboard",), "trainer.logger")
     t.set("project", str(s.get("trainer.project_name", "verl_examples")), "trainer.project_name")

@@ -117,11 +117,14 @@ def correction(s: Mapping[str, Any], t: Translation) -> list[str]:
             t.fields.pop("algo.loss_args", None)
     tests = [name.strip() for name in str(s.get(f"{prefix}rollout_rs") or "").split(",") if name]
     bounds = str(s.get(f"{prefix}rollout_rs_threshold") or "").split(",")
-    if tests and len(tests) == len(bounds):
-        reject = {name: bound_of(name, bound) for name, bound in zip(tests, bounds, strict=True)}
-        t.set("algo.correction.reject", reject, f"{prefix}rollout_rs")
-    elif tests:
-        t.notes[f"{prefix}rollout_rs"] = "give each test its bound: algo.correction.reject"
+    if tests:
+        try:
+            reject = {
+                name: bound_of(name, bound) for name, bound in zip(tests, bounds, strict=True)
+            }
+            t.set("algo.correction.reject", reject, f"{prefix}rollout_rs")
+        except (ValueError, ZeroDivisionError):  # no bound for each, or no number above 0
+            t.notes[f"{prefix}rollout_rs"] = "give each test its bound: algo.correction.reject"
     used = [name for name in s if name.startswith(prefix)]
     if s.get("algorithm.filter_groups.enable"):
         rounds = s.get("algorithm.filter_groups.max_num_gen_batches") or 10

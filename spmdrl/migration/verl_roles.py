@@ -112,25 +112,27 @@ def optimizer(s: Mapping[str, Any], t: Translation, theirs: str, ours: str) -> l
         used.append(key)
         value = s.get(key)
         if name == "lr_warmup_steps" and value is not None:
-            if value >= 0:
-                t.set(f"{ours}.optim.{field}", value * updates, f"{key}, of updates")
+            if value > 0:
+                t.set(f"{ours}.optim.{field}", round(value * updates), f"{key}, of updates")
         elif value is not None:
             t.set(f"{ours}.optim.{field}", tuple(value) if isinstance(value, list) else value, key)
-    names = [f"{theirs}.optim.{n}" for n in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
+    names = [f"{theirs}.optim.{n}" for n in ("warmup_style", "lr_scheduler_type", "lr_decay_style")]
     source = next((name for name in names if s.get(name) is not None), "")
+    for other in (n for n in names if s.get(n) not in (None, s.get(source))):
+        t.notes[setting(other, s[other])] = f"not taken: verl takes {source}, which is given, too"
     if s.get(source) in ("cosine", "linear"):
         t.set(f"{ours}.optim.schedule", s[source], source)
         decay = f"{theirs}.optim.lr_decay_steps", "trainer.total_training_steps"
-        until = next((name for name in decay if s.get(name)), None)
+        until = next((name for name in decay if (s.get(name) or 0) > 0), None)
         if until is not None:  # with epochs it ends with the run
-            t.set(f"{ours}.optim.decay_steps", s[until] * updates, f"{until}, of updates")
+            t.set(f"{ours}.optim.decay_steps", round(s[until] * updates), f"{until}, of updates")
     elif s.get(source) not in (None, "constant"):
         t.notes[setting(source, s[source])] = (
             "optim.schedule is constant, linear or cosine; constant is taken"
         )
     ratio = f"{theirs}.optim.lr_warmup_steps_ratio"
     warmup = s.get(f"{theirs}.optim.lr_warmup_steps")
-    if s.get(ratio) and (warmup is None or warmup < 0):  # verl takes it where no steps are given
+    if s.get(ratio) and (warmup is None or warmup <= 0):  # verl takes it where no steps are given
         t.set(f"{ours}.optim.warmup_ratio", s[ratio], ratio)
     return [*used, *names, *(f"{theirs}.optim.{n}" for n in (
         "lr_warmup_steps_ratio", "total_training_steps", "optimizer_impl", "lr_decay_steps",
@@ -219,6 +221,9 @@ def critic(s: Mapping[str, Any], t: Translation) -> list[str]:
     path = s.get("critic.model.path")
     if path and path != s.get("actor_rollout_ref.model.path"):
         t.set("critic.model", path, "critic.model.path")
+    mini = "critic.ppo_mini_batch_size"
+    if s.get(mini) not in (None, s[f"{ACTOR}.ppo_mini_batch_size"]):
+        t.notes[setting(mini, s[mini])] = "not taken: the critic has the actor's mini-batches"
     if s.get("critic.model.enable_gradient_checkpointing"):
         t.set("critic.activation_checkpointing", True)
     return ["critic.model.path", "critic.model.enable_gradient_checkpointing", "critic.strategy",

@@ -17,6 +17,13 @@ DEFAULTS = {  # of verl, where ours are others, or where the translation needs a
     "algorithm.adv_estimator": "gae", "trainer.total_epochs": 30, "trainer.save_freq": -1,
     "trainer.test_freq": -1, "data.val_max_samples": -1, f"{ROLLOUT}.expert_parallel_size": 1,
 }  # fmt: skip
+COUNTED = (  # ends of further settings that the translation counts with
+    ".lr_warmup_steps", ".lr_warmup_steps_ratio", ".lr_decay_steps", ".total_training_steps",
+    ".top_k", ".temperature", ".top_p", ".repetition_penalty", ".ppo_epochs", ".lora_rank",
+    ".lora.rank", ".ppo_micro_batch_size_per_gpu", ".ppo_max_token_len_per_gpu", ".lr",
+    ".weight_decay", ".clip_grad", ".min_lr_ratio", ".clip_ratio", ".ppo_mini_batch_size",
+)  # fmt: skip
+NAMED = (".adv_estimator", ".loss_agg_mode", ".loss_mode")  # ends of settings that are names
 # verl's setting -> our field, with the same meaning and value
 SAME = {
     "data.train_batch_size": "data.prompts_per_step",
@@ -153,6 +160,7 @@ ALWAYS = {  # settings, by the beginning of their names, that need nothing here,
     "reward_model.launch_reward_fn_async": "rewards are scored while others are sampled",
 }  # fmt: skip
 NOTES = {  # what to do about settings, by the beginning of their names
+    "--config-name": "the settings of that file are left out: translate that file, too",
     "data.custom_cls.": "a data set is files or a hub's: write its rows as Parquet or JSONL",
     "data.sampler.": "data.sampler has curricula by difficulty and by success rate, or takes a "
     "function of yours: docs/mixtures.md",

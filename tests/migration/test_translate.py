@@ -29,7 +29,7 @@ VERL = [json.loads(line) for line in (HERE / "verl_runs.jsonl").open()]
 TRL = [json.loads(line) for line in (HERE / "trl_runs.jsonl").open()]
 
 
-def config_of(file: Path, ranks: int = 1) -> PpoConfig:
+def config_of(file: Path, ranks: int | None = None) -> PpoConfig:
     """The translation of a script, read as a run reads it."""
     translation = translated(file, ranks)
     out = file.with_name("cfg.py")
@@ -603,7 +603,7 @@ def test_options_of_templates_rewards_and_schedules_of_verl(tmp_path: Path) -> N
     ids=lambda value: next(iter(value)),
 )  # fmt: skip
 def test_how_trl_trains(given: dict, fields: dict, tmp_path: Path) -> None:
-    found = trl.translate({"model": "m"} | given, ranks=1)
+    found = trl.translate({"model": "m"} | given, ranks=None)
     assert {name: found.fields.get(name) for name in fields} == fields
     schedules = {"actor.optim.warmup_steps", "actor.optim.warmup_ratio", "actor.optim.schedule"}
     if "lr_scheduler_type" in given:
@@ -617,10 +617,10 @@ def test_how_trl_trains(given: dict, fields: dict, tmp_path: Path) -> None:
     [
         ({"lr_scheduler_type": "inverse_sqrt"}, "lr_scheduler_type=inverse_sqrt"),
         ({"optim": "adafactor"}, "optim=adafactor"),
-        ({"lora_r": 8}, "lora_target_modules"),
-        ({"lora_r": 8, "lora_target_modules": "all-linear", "lora_dropout": 0.1},
+        ({"use_peft": True, "lora_r": 8}, "lora_target_modules"),
+        ({"use_peft": True, "lora_target_modules": "all-linear", "lora_dropout": 0.1},
          "lora_dropout=0.1"),
-        ({"lora_r": 8, "lora_target_modules": ".*attn.*"}, "lora_target_modules=['.*attn.*']"),
+        ({"use_peft": True, "lora_target_modules": ".*attn.*"}, "lora_target_modules=['.*attn.*']"),
         ({"save_strategy": "epoch"}, "save_strategy=epoch"),
         ({"reward_funcs": ["accuracy_reward", "think_format_reward"]},
          "reward_funcs=['accuracy_reward', 'think_format_reward']"),
@@ -663,3 +663,56 @@ def test_layers_of_adapters_and_what_a_python_script_hides(tmp_path: Path) -> No
     assert "peft_config" not in found.notes and "lora_bias=none" not in found.notes
     file.write_text(f"{head}args=GRPOConfig(), peft_config=get_peft_config(model_args))\n")
     assert "peft_config" in translated(file).notes
+
+
+def test_schedules_of_verl_where_two_settings_say_one_thing() -> None:
+    actor, prefix = "actor_rollout_ref.actor.optim", "actor.optim"
+    t = of_verl(
+        actor__optim__lr_warmup_steps=0, actor__optim__lr_warmup_steps_ratio=0.1,
+        actor__optim__lr_scheduler_type="constant", actor__optim__warmup_style="cosine",
+        actor__optim__lr_decay_steps=-1, critic__optim__lr_warmup_steps=2.5,
+        critic__ppo_mini_batch_size=64, rollout__top_k="many", actor__loss_agg_mode=3,
+        algorithm__rollout_correction__rollout_rs="token_k1",
+        algorithm__rollout_correction__rollout_rs_threshold="0_4",
+    )  # fmt: skip
+    assert (t.fields[f"{prefix}.warmup_ratio"], t.fields[f"{prefix}.schedule"]) == (0.1, "cosine")
+    assert not {f"{prefix}.warmup_steps", f"{prefix}.decay_steps"} & t.fields.keys()
+    assert repr(t.fields["critic.optim.warmup_steps"]) == "10"  # of 4 updates in a rollout
+    assert t.notes.keys() >= {
+        f"{actor}.lr_scheduler_type=constant", "critic.ppo_mini_batch_size=64",
+        "actor_rollout_ref.rollout.top_k=many", "actor_rollout_ref.actor.loss_agg_mode=3",
+        "algorithm.rollout_correction.rollout_rs",
+    }  # fmt: skip
+    model = {"actor_rollout_ref.model.path": "m", "data.train_files": "d"}
+    both = {"trainer.total_training_steps": 9, "trainer.total_epochs": 2}
+    assert "trainer.total_epochs=2" in verl.translate(model | both).notes
+
+
+def test_declarations_pipes_and_mappings_of_a_script_of_verl(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        ': "${N:=16}"\nreadonly BATCH=32\ndeclare -r LR=2e-6\nexport TOP=0.9 MODEL="a b" HOST\n'
+        "FREQ=1 SAVE=$((2 + 3))\nreadonly MORE=(\n trainer.test_freq=$FREQ\n $(no))\n"
+        "python3 -m verl.trainer.main_ppo --config-path=$PWD/mine --config-name my_grpo \\\n"
+        ' data.train_files=t actor_rollout_ref.model.path="$MODEL" \\\n'
+        " data.train_batch_size=$BATCH \\\n"
+        " actor_rollout_ref.rollout.n=$N actor_rollout_ref.actor.optim.lr=$LR \\\n"
+        " actor_rollout_ref.rollout.top_p=$TOP trainer.save_freq=$SAVE ${MORE[@]} \\\n"
+        " +data.apply_chat_template_kwargs={enable_thinking:False} \\\n"
+        " +custom_reward_function.reward_kwargs='{alpha: 1e-1}' 2>&1 | tee x=1.log"
+    )
+    t = translated(tmp_path / "run.sh")
+    assert {name: t.fields[name] for name in (
+        "model", "rollout.n", "data.prompts_per_step", "actor.optim.lr", "rollout.top_p",
+        "data.chat_template_kwargs", "checkpoint.every_steps", "eval_every",
+    )} == {
+        "model": "a b", "rollout.n": 16, "data.prompts_per_step": 32, "actor.optim.lr": 2e-6,
+        "checkpoint.every_steps": 5, "eval_every": 1, "rollout.top_p": 0.9,
+        "data.chat_template_kwargs": {"enable_thinking": False},
+    }  # fmt: skip
+    assert t.notes.keys() >= {
+        "--config-name=$PWD/mine/my_grpo", "custom_reward_function.reward_kwargs={'alpha': 0.1}",
+    }  # fmt: skip
+    assert not any("x=" in name for name in t.notes)
+    own = "verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' "
+    found = verl.overrides_of_script(own + "data.a=1 actor_rollout_ref.b=2")
+    assert found == {"data.a": 1, "actor_rollout_ref.b": 2}
