@@ -144,12 +144,12 @@ def test_vllm_samples_ahead_and_another_placement_goes_on(folder):
 
 
 def test_sampling_ahead_stays_within_its_bound(folder):
-    args = ["--steps", "4", "--eval_every", "0", "--rollout.max_tokens", "60",
+    args = ["--steps", "6", "--eval_every", "0", "--rollout.max_tokens", "60",
             "--placement", '{"actor":"0","rollout":"1"}']  # fmt: skip
     done = train(folder, 2, "--config", "cfg.py", "--run_dir", "ahead", "--async_steps", "2", *args)
     assert done.code == 0, done.output[-4000:]
     rows = [json.loads(line) for line in Path(folder, "ahead/metrics.jsonl").open()][1:]
-    assert len(rows) == 4
+    assert len(rows) == 6
     assert rows[0]["staleness/max"] == 0
     assert max(row["staleness/max"] for row in rows) in (1, 2)
     busy = {}
