@@ -113,8 +113,11 @@ class Endpoint:
         task.add_done_callback(session.tasks.discard)
         if body.get("stream") is True:
             # what is wrong with the request is told by its status, before the stream begins
-            await asyncio.wait({task}, timeout=0.01)
-            if not task.done() or task.exception() is None:
+            gone = asyncio.ensure_future(request.receive())
+            await asyncio.wait({task, gone}, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
+            if not gone.cancel():  # the client hung up
+                task.cancel()
+            elif not task.done() or task.exception() is None:
                 events = self.stream(task, session, anthropic)
                 return StreamingResponse(events, media_type="text/event-stream")
         found, _ = await self.watched(task, request, session)
