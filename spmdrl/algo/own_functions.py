@@ -34,6 +34,7 @@ def require_shape(where: str, value: Any, shape: torch.Size, text: str) -> None:
 
 
 def name_of(function: Any) -> str:
+    """Returns what errors call a function of the user's."""
     return getattr(function, "__name__", "your function")
 
 

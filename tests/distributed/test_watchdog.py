@@ -56,6 +56,16 @@ def failure_of(watched: Watchdog, end: float) -> dict[str, Any]:
     return failure
 
 
+def test_a_rank_is_known_before_it_looks_for_others(
+    tmp_path: Path, watchdogs: list[Watchdog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that freezes before its thread has beaten can be named by its neighbour."""
+    monkeypatch.setattr(watchdog, "PERIOD_S", 60.0)
+    store = dist.HashStore()
+    watchdogs.append(Watchdog(store, 0, 2, tmp_path, 1e9))
+    assert store.check(["beat/0"])
+
+
 @pytest.mark.clock
 def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
     tmp_path: Path, watchdogs: list[Watchdog]

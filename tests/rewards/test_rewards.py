@@ -174,6 +174,19 @@ def test_a_dry_run_scores_one_turn():
     assert line.endswith("reward of its ground truth '5' as the answer: 1.5")
 
 
+def test_a_dry_run_leaves_rewards_be_that_give_keys_with_a_well_formed_answer_alone():
+    def reward(response):
+        boxed = "boxed" in response
+        return {"score": 1.0, "accuracy": 1.0} if boxed else {"score": 0.0}
+
+    runner = RewardRunner(reward, RewardConfig())
+    try:
+        _, line = scored_examples([sample("").prompt], runner, RewardConfig(), ("accuracy",))
+    finally:
+        runner.close()
+    assert line.endswith("as the answer: none, it fails")
+
+
 def test_numpy_and_torch_scalars():
     def reward(response):
         import numpy as np

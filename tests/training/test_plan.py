@@ -23,7 +23,7 @@ from spmdrl.distributed.topology import resolve_degrees
 from spmdrl.rewards.builtin import gsm8k
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.memory import memory_of
-from spmdrl.training.checks.rl import check, check_held_out
+from spmdrl.training.checks.rl import check, check_held_out, check_keys
 from spmdrl.training.checks.supervised import check_sft
 
 CASES = [
@@ -233,6 +233,11 @@ def test_nonsense_is_refused_with_the_remedy(qwen3, changes, world, words):
     with pytest.raises(ConfigError) as error:
         check(ppo_config(qwen3, **changes), world)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_judge_of_held_out_prompts_may_give_one_number_alone(qwen3):
+    algo = AlgoConfig(advantage="gdpo", advantage_args={"reward_keys": {"f": 1.0}})
+    check_keys(ppo_config(qwen3, algo=algo, reward={"a": "gsm8k", "b": "judge"}))
 
 
 def test_a_reward_per_turn_is_of_a_function_of_ones_own(qwen3):

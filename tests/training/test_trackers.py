@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from programs import CONFIG, set_up, train
 from spmdrl.cli.arguments import load_config
 from spmdrl.config import TRACKERS, ConfigError, DataConfig, PpoConfig, Tracker, TrainConfig
 from spmdrl.training.checks.rl import check
+from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.trackers import SERVICES, check_trackers, flat
 
 BLOCK, HEAD = 1 << 15, 7
@@ -144,6 +146,29 @@ class Own(Tracker):
 
 
 MINE = Own()
+
+
+def test_what_a_tracker_does_has_a_phase_of_its_own(tmp_path):
+    """An error in it is told with that phase, not with what the run did last."""
+    phases, seen = [], []
+
+    @contextmanager
+    def named(name):
+        phases.append(name)
+        yield
+        phases.append("")
+
+    class Notes(Own):
+        def log(self, step, metrics):
+            seen.append(phases[-1])
+
+        def close(self):
+            seen.append(phases[-1])
+
+    log = RunLog(tmp_path, True, 1, [Notes()], named=named)
+    log.write(1, {"a": 1.0})
+    log.close()
+    assert seen == ["write metrics", "close trackers"] and phases[-1] == ""
 
 
 def test_a_tracker_that_is_not_there_is_a_mistake_told_at_start(tmp_path, qwen3, monkeypatch):

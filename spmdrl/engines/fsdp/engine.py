@@ -119,7 +119,9 @@ class FsdpEngine:
         cls, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
         strict: bool = False, load_weights: bool = True, in_pairs: bool = False,
     ) -> FsdpEngine:  # fmt: skip
-        """Returns an engine of a Hugging Face model; arguments are as of build_sharded_model."""
+        """Returns an engine of a Hugging Face model. in_pairs: as of the constructor; all other
+        arguments: as of build_sharded_model.
+        """
         sharded = build_sharded_model(kind, model, config, topology, frozen, strict, load_weights)
         return cls(sharded, config, topology, in_pairs)
 

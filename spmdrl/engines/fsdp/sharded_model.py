@@ -58,9 +58,7 @@ class ShardedModel:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """The weights that are trained, by name."""
-        if self.optimizer is None:
-            return {}
+        """The weights that are trained, by name; none of a frozen model."""
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
 
 
@@ -107,7 +105,7 @@ def build_sharded_model(
         return built
     if built.adapters is not None:
         built.adapters.start(built.module, topology)
-    trained = {n: p for n, p in built.module.named_parameters() if p.requires_grad}
+    trained = built.trained
     built.optimizer = build_optimizer(trained, config.optim, hidden, DTYPES[config.dtype])
     built.average = ema.start(trained) if config.ema else {}
     return built

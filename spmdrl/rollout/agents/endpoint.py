@@ -113,11 +113,8 @@ class Endpoint:
         task.add_done_callback(session.tasks.discard)
         if body.get("stream") is True:
             # what is wrong with the request is told by its status, before the stream begins
-            gone = asyncio.ensure_future(request.receive())
-            await asyncio.wait({task, gone}, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
-            if not gone.cancel():  # the client hung up
-                task.cancel()
-            elif not task.done() or task.exception() is None:
+            is_gone = await self.wait_for(task, request, timeout_s=0.01)
+            if not is_gone and (not task.done() or task.exception() is None):
                 events = self.stream(task, session, anthropic)
                 return StreamingResponse(events, media_type="text/event-stream")
         found, _ = await self.watched(task, request, session)
@@ -125,19 +122,31 @@ class Endpoint:
 
     async def watched(self, task: asyncio.Task[Any], request: Request, session: Session) -> Any:
         """Waits for an answer. Gives it up where the client hangs up. Raises ApiError."""
-        gone = asyncio.ensure_future(request.receive())  # the body is read: what comes is the end
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                task.cancel()
+            await self.wait_for(task, request)
             return await task
         except asyncio.CancelledError:
             if session.over:
                 raise over(session.trajectory.id) from None
             raise ApiError(499, "the client hung up", "client_closed_request") from None
         finally:
-            gone.cancel()
             task.cancel()
+
+    @staticmethod
+    async def wait_for(
+        task: asyncio.Task[Any], request: Request, timeout_s: float | None = None
+    ) -> bool:
+        """Waits until the task is done, or its client hangs up, or the time is over. Says whether
+        the client has hung up: then the task is cancelled.
+        """
+        gone = asyncio.ensure_future(request.receive())  # the body is read: what comes is the end
+        try:
+            await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_gone = not gone.cancel()
+        if is_gone:
+            task.cancel()
+        return is_gone
 
     async def stream(
         self, task: asyncio.Task[Any], session: Session, anthropic: bool

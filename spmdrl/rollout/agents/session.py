@@ -17,10 +17,6 @@ from spmdrl.rollout.engine_calls import EngineCall
 from spmdrl.rollout.seeds import seed_of
 from spmdrl.types import Message
 
-# passes of the event loop in which a client that has hung up by now is seen: from the end of its
-# connection to the task that answers it takes about six
-PASSES = 12
-
 
 @dataclass(frozen=True)
 class SessionLimits:
@@ -162,10 +158,7 @@ class Session:
             for seed in self.seeds(draft, request)
         ]  # fmt: skip
         try:
-            found = list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
-            for _ in range(PASSES):
-                await asyncio.sleep(0)
-            return found
+            return list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
         except asyncio.CancelledError:
             self.num_turns -= request.n  # nobody waits for them any more
             raise

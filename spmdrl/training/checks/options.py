@@ -14,6 +14,7 @@ from typing import Any, Literal
 from spmdrl.algo.advantages import ESTIMATORS, Estimator, estimator_of
 from spmdrl.algo.losses import POLICY_LOSSES, PolicyLoss, loss_of
 from spmdrl.algo.options import Option, options_of, parameters_of, takes_any_option
+from spmdrl.algo.own_functions import name_of
 from spmdrl.cli.arguments import converted
 from spmdrl.config import PAIR_LOSSES, AlgoConfig, ConfigError, require
 
@@ -103,5 +104,4 @@ def is_number(value: Any) -> bool:
 
 def shown(value: Any) -> str:
     """Returns a name as it stands in the config, or the name of a function."""
-    function = getattr(value, "function", value)
-    return getattr(function, "__name__", "your function") if callable(value) else repr(value)
+    return name_of(getattr(value, "function", value)) if callable(value) else repr(value)

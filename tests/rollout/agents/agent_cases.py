@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from typing import Any
 from urllib.parse import urlsplit
@@ -244,9 +245,12 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
 
 
 async def ask_and_leave(url: str, api_key: str, body: dict[str, Any]) -> None:
-    """Closes the connection behind the request, when no engine can have answered."""
+    """Closes the connection behind the request. The kernel sends both at once, so that nobody can
+    have answered between them.
+    """
     where, sent = urlsplit(url), json.dumps(body)
     _, writer = await asyncio.open_connection(where.hostname, where.port)
+    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
     head = [f"POST {where.path} HTTP/1.1", "Host: here", f"Authorization: Bearer {api_key}",
             "Content-Type: application/json", f"Content-Length: {len(sent)}"]  # fmt: skip
     writer.write("\r\n".join([*head, "", sent]).encode())
