@@ -28,6 +28,11 @@ from spmdrl.distributed.agreement import gather_to_first
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.torch_compat import local_shape_and_offset
 
+# of the host memory in which copies lie. torch rounds what is pinned up to a power of two, which
+# would be half as much again for shards one by one
+BLOCK_BYTES = 256 << 20
+ALIGNMENT = 64  # bytes
+
 
 class HostCopies:
     """Memory of the host for a copy of this rank's shards, kept from one copy to the next.
@@ -39,13 +44,30 @@ class HostCopies:
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
         self.kept: dict[MetadataIndex, Tensor] = {}
+        self.blocks: list[Tensor] = []  # (num_bytes,) uint8
+        self.taken: list[int] = []  # bytes of each
 
     def take(self, index: MetadataIndex, source: Tensor) -> Tensor:
         """A copy on the host; complete once `wait` returned."""
         old = self.kept.get(index)
         if old is None or old.shape != source.shape or old.dtype != source.dtype:
-            self.kept[index] = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.pinned)
+            self.kept[index] = self.room(source.nbytes).view(source.dtype).view(source.shape)
         return self.kept[index].copy_(source.detach(), non_blocking=self.pinned)
+
+    def room(self, num_bytes: int) -> Tensor:
+        """Returns the first free bytes of a block that has so many left; of a new one, which is as
+        large as it must be, where none has. They are a storage of their own: of a larger one
+        torch's writer would make a copy.
+        """
+        rooms = (len(block) - taken for block, taken in zip(self.blocks, self.taken, strict=True))
+        i = next((i for i, room in enumerate(rooms) if room >= num_bytes), len(self.blocks))
+        if i == len(self.blocks):
+            size = max(BLOCK_BYTES, num_bytes)
+            self.blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned))
+            self.taken.append(0)
+        start, end = self.taken[i], self.taken[i] + num_bytes
+        self.taken[i] = -(-end // ALIGNMENT) * ALIGNMENT
+        return torch.from_numpy(self.blocks[i].numpy()[start:end])
 
     def wait(self) -> None:
         if self.pinned:

@@ -66,6 +66,8 @@ class EngineSpec:
     keeps_floats: bool = False  # has floating-point weights also where a checkpoint is quantised
     mixes_dtypes: bool = False  # keeps weights in float32 where transformers does
     holds_frozen: bool = False  # can be built as the engine of a model that no push follows
+    # of such a model, by its text model's config, where its engine gives its memory back
+    check_frozen_sleep: Callable[[Any], None] = accept
     check_installed: Callable[[], None] = accept  # whether its library is there
     # what it says of rollout by itself
     check: Callable[[RolloutConfig], None] = accept

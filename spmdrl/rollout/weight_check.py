@@ -52,7 +52,7 @@ def given_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields the parameters that a trainer gives: all but those that the engine makes of others."""
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
-        if not getattr(parameter, "is_absorbed", False):
+        if not getattr(parameter, "is_derived", False):
             yield name, parameter
 
 

@@ -31,6 +31,7 @@ from spmdrl.checkpoint import format as checkpoint
 from spmdrl.checkpoint.writer import Saver, check_metric
 from spmdrl.config import CheckpointConfig, ConfigError, TrainConfig
 from spmdrl.distributed.phases import PhaseError, Phases
+from spmdrl.engines import host_copies
 from spmdrl.engines.fsdp.model import build_model
 from spmdrl.engines.hf_export import load_full
 
@@ -330,6 +331,24 @@ def found_on(topology, model, root):
             shutil.move(folder, f"{root}-{step}")
         dist.barrier()
     return said
+
+
+def test_copies_on_the_host_lie_in_blocks_and_are_kept(monkeypatch):
+    """torch rounds each block of pinned memory up to a power of two, so there are to be few."""
+    monkeypatch.setattr(host_copies, "BLOCK_BYTES", 1024)
+    copies = host_copies.HostCopies(pinned=False)
+    sources = [
+        torch.randn(5, 7).bfloat16(), torch.randn(300), torch.tensor(3.0), torch.zeros(0, 4),
+        torch.arange(90), torch.randn(2, 2, 1),
+    ]  # fmt: skip
+    taken = [copies.take(i, source) for i, source in enumerate(sources)]
+    assert [len(block) for block in copies.blocks] == [1024, 1200]
+    for copy, source in zip(taken, sources, strict=True):
+        assert copy.dtype == source.dtype and torch.equal(copy, source)
+        assert copy.untyped_storage().nbytes() == source.nbytes and copy.data_ptr() % 64 == 0
+    again = [copies.take(i, source + 1) for i, source in enumerate(sources)]
+    assert all(a is b for a, b in zip(taken, again, strict=True)) and len(copies.blocks) == 2
+    assert torch.equal(again[0], sources[0] + 1) and torch.equal(again[4], sources[4] + 1)
 
 
 def test_ranks_share_the_bytes_that_are_checked():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from plan_configs import ppo_config, rollout_config
+from transformers import Qwen3Config, Qwen3NextConfig
 
 from spmdrl.cli.arguments import load_config
 from spmdrl.config import AlgoConfig, ConfigError, JudgeConfig, PpoConfig, RolloutConfig
@@ -24,6 +25,7 @@ from spmdrl.rewards.judge import (
 )
 from spmdrl.rewards.runner import asks_judge
 from spmdrl.rollout.kv_storage import move_back, move_to_host
+from spmdrl.rollout.vllm import model_types
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.judge import check_comparisons, check_sampling
 from spmdrl.training.checks.judge_memory import judge_memory
@@ -256,6 +258,26 @@ def test_two_engines_of_one_library_have_the_same_groups_on_a_rank(qwen3: Any) -
         check(config(1, 2, {"reward": "0-2"}), 4)
     with pytest.raises(ConfigError, match="make other groups of rank 0"):
         check_held_out(config(2, 1, {}), num_scorers=2, world=2)
+
+
+def test_a_judge_whose_states_may_not_move_is_kept_awake_on_gpus(
+    qwen3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(**settings: Any) -> Any:
+        judge = JudgeConfig(str(qwen3), max_prompt_tokens=200, max_tokens=50, **settings)
+        return ppo_config(qwen3, reward="judge", judge=judge, rollout=rollout_config())
+
+    check(config(), 1)
+    model_types.check_frozen_sleep(Qwen3NextConfig())  # vLLM's kernels of CPUs keep no address
+    monkeypatch.setattr(model_types, "runs_on_cpu", lambda: False)
+    model_types.check_frozen_sleep(Qwen3Config())
+    with pytest.raises(ConfigError, match=r"'qwen3_next' has layers that carry a state .*judge"):
+        model_types.check_frozen_sleep(Qwen3NextConfig())
+    monkeypatch.setattr(model_types, "carries_state", lambda text: True)
+    with pytest.raises(ConfigError, match=r"set judge\.sleep=False, or place 'reward'"):
+        check(config(), 1)
+    check(config(sleep=False), 1)
+    check(replace(config(), placement={"reward": "1", "rollout": "0", "actor": "0"}), 2)
 
 
 def test_the_plan_counts_its_memory_awake_and_asleep(qwen3: Any) -> None:

@@ -17,8 +17,10 @@ from torch import nn
 from spmdrl.config import LoraConfig, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import process_groups
-from spmdrl.rollout.base import Request, SamplingParams
+from spmdrl.rollout.base import Request, SamplingParams, WeightMismatch
 from spmdrl.rollout.vllm import compat
+from spmdrl.rollout.vllm.core import executor_of, keep_compiled_code_apart
+from spmdrl.rollout.vllm.derived_weights import check_derived, mark_derived, renew_derived
 from spmdrl.rollout.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.vllm
@@ -389,6 +391,93 @@ def test_vllm_still_changes_transformers_classes_in_one_method() -> None:
         )  # fmt: skip
         assert Model.__init__ is not kind
     assert [float(model(torch.ones(1))) for model in (before, Model())] == [2.0, 2.0]
+
+
+def test_vllm_still_keeps_its_environment_rotary_tables_and_workspace_for_all_engines(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is built beside another reads its own environment, and has its own tables and
+    workspace.
+    """
+    from vllm import envs
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.v1.worker import workspace
+
+    envs.enable_envs_cache()  # as every engine does when it stands
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "one,two")
+    assert envs.VLLM_DISABLED_KERNELS != ["one", "two"]
+    with set_current_vllm_config(engine.core.vllm_config):
+        table = get_rope(16, 64)
+        assert get_rope(16, 64) is table
+        compat.begin_engine()
+        assert get_rope(16, 64) is not table
+    assert envs.VLLM_DISABLED_KERNELS == ["one", "two"]
+
+    monkeypatch.setattr(workspace, "_manager", "of the engine that was built last")
+    executor: Any = object.__new__(compat.rank_executor("spmdrl:x", 0, 0))
+    executor.driver_worker = SimpleNamespace(used=lambda: workspace._manager)
+    executor.own_workspace = "its own"
+    assert executor.collective_rpc("used", single_value=True) == "its own"
+
+
+def test_vllm_still_files_compiled_code_by_the_rank_within_an_engine(
+    topology: Topology, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it does so by the GPU as well, core.keep_compiled_code_apart may go."""
+    from vllm.compilation import decorators
+
+    source = inspect.getsource(decorators)
+    assert 'f"rank_{rank}_{dp_rank}"' in source and "envs.VLLM_CACHE_ROOT" in source
+    group = topology.mesh.get_group("tp")
+    assert executor_of(group, torch.device("cuda:3"))[1] == 3
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/cache")
+    compat.begin_engine()
+    keep_compiled_code_apart(3)
+    assert compat.cache_root() == "/cache/gpu_3"
+
+
+def test_vllm_still_gives_passes_of_llm_more_tokens_than_nobodys() -> None:
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    args = SimpleNamespace(create_engine_config=lambda usage: usage)
+    assert compat.engine_config(args, on_cpu=False) is UsageContext.LLM_CLASS
+    assert compat.engine_config(args, on_cpu=True) is None
+    source = inspect.getsource(EngineArgs.get_batch_defaults)
+    assert "UsageContext.LLM_CLASS: 16384" in source and "70 * GiB_bytes" in source
+
+
+def test_vllm_still_renews_the_copies_of_attention_sinks_in_place() -> None:
+    """Of FlashInfer and b12x, which cannot be imported without a GPU: their source is read, and a
+    backend with the same attributes stands in.
+    """
+    import vllm
+
+    for name in ("flashinfer", "b12x"):
+        path = Path(vllm.__file__).parent / "v1/attention/backends" / f"{name}.py"
+        assert "self.sinks.copy_(source_sinks)" in path.read_text()
+
+    class Backend:
+        def __init__(self, sinks: nn.Parameter) -> None:
+            self._sinks_source, self.sinks = sinks, sinks.float()
+
+        def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+            self.sinks.copy_(self._sinks_source)
+
+    layer: Any = nn.Linear(2, 2)
+    layer.sinks = nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
+    layer.impl = Backend(layer.sinks)
+    model, kept = nn.Sequential(layer), layer.impl.sinks
+    assert compat.copies_sinks(layer) and not compat.copies_sinks(nn.Linear(2, 2))
+    assert mark_derived(model) and not mark_derived(nn.Sequential(nn.Linear(2, 2)))
+    layer.sinks.copy_(torch.full((4,), 3.0))  # a push
+    with pytest.raises(WeightMismatch, match=r"0\.sinks was made of older weights"):
+        check_derived(model, torch.bfloat16)
+    layer.sinks.copy_(torch.full((4,), 5.0))
+    renew_derived(model, torch.bfloat16)
+    check_derived(model, torch.bfloat16)
+    assert layer.impl.sinks is kept and kept.tolist() == [5.0] * 4
 
 
 def test_vllm_still_makes_its_latent_products_of_one_weight() -> None:

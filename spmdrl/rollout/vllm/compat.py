@@ -65,14 +65,61 @@ def engine_core(vllm_config: Any, executor: type) -> Any:
 def rank_executor(address: str, rank: int, local_rank: int) -> type:
     """Returns an executor class for one rank that a launcher has started. Overrides
     _distributed_args of ExecutorWithExternalLauncher, which would read RANK and LOCAL_RANK.
+
+    A second engine of the process replaces the memory in which vLLM's kernels keep what they
+    compute on the way, and fixes its size: each executor works with its own. Reads and sets
+    _manager in vllm.v1.worker.workspace, around UniProcExecutor.collective_rpc.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+    from vllm.v1.worker import workspace
+
+    module: Any = workspace
 
     class RankExecutor(ExecutorWithExternalLauncher):
+        own_workspace: Any = None
+
         def _distributed_args(self) -> tuple[str, int, int]:
             return address, rank, local_rank
 
+        def _init_executor(self) -> None:
+            super()._init_executor()
+            self.own_workspace = module._manager
+
+        def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+            module._manager = self.own_workspace
+            return super().collective_rpc(*args, **kwargs)
+
     return RankExecutor
+
+
+def begin_engine() -> None:
+    """Has vLLM read its environment variables anew, which it has kept since it built an engine, and
+    forget the tables of rotary embeddings that it shares between engines: one that sleeps frees its
+    own. Calls vllm.envs.disable_envs_cache, and clears _ROPE_DICT of
+    vllm.model_executor.layers.rotary_embedding.
+    """
+    from vllm import envs
+    from vllm.model_executor.layers import rotary_embedding
+
+    envs.disable_envs_cache()
+    rotary_embedding._ROPE_DICT.clear()
+
+
+def cache_root() -> str:
+    """Returns the folder in which vLLM keeps compiled code. Reads vllm.envs.VLLM_CACHE_ROOT."""
+    from vllm import envs
+
+    return envs.VLLM_CACHE_ROOT
+
+
+def engine_config(args: Any, on_cpu: bool) -> Any:
+    """Returns the VllmConfig of EngineArgs. On a GPU a pass takes as many tokens as one of
+    vllm.LLM, which says that it is what asks: 16,384 on GPUs of 70 GiB and more, 8,192 on others
+    and on an A100. Nobody's are 2,048. Calls EngineArgs.create_engine_config.
+    """
+    from vllm.usage.usage_lib import UsageContext
+
+    return args.create_engine_config(None if on_cpu else UsageContext.LLM_CLASS)
 
 
 def load_architecture(name: str) -> None:
@@ -514,7 +561,7 @@ def loadable_scales(plain: Any) -> Any:
     )
 
 
-# ---- multi-head latent attention
+# ---- tensors that attention makes of weights
 
 
 def latent_attention_class() -> Any:
@@ -532,6 +579,16 @@ def absorbed_weights(layer: Any) -> list[str]:
     """
     names = ("W_UV", "W_UK_T", "W_K", "W_K_scale", "W_V", "W_V_scale")
     return [name for name in names if getattr(layer, name, None) is not None]
+
+
+def copies_sinks(layer: nn.Module) -> bool:
+    """Returns whether a layer's backend computes with a copy of its attention sinks, as those of
+    FlashInfer and b12x do. Reads impl and has_sink of Attention, and sinks and _sinks_source of its
+    backend.
+    """
+    impl: Any = getattr(layer, "impl", None)
+    source = getattr(impl, "_sinks_source", None)
+    return source is not None and impl.sinks is not source
 
 
 # ---- images

@@ -35,7 +35,7 @@ from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
 from spmdrl.rollout.vllm import lora as vllm_lora
-from spmdrl.rollout.vllm.latent_attention import CPU_BACKEND, is_latent
+from spmdrl.rollout.vllm.derived_weights import CPU_BACKEND, is_latent
 from spmdrl.rollout.vllm.speculative import speculative_config
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises what is above 0 and below this
@@ -103,6 +103,7 @@ def build_core(
     eager = is_eager(config, not on_cpu, strict)
     if on_cpu and not eager:
         require_compiler("rollout.enforce_eager=False", "leave it out")
+    compat.begin_engine()
     hf = load_hf_config(model)
     # of a model with a tower the language model alone is pushed, but all of it is read from disk
     by_itself = has_tower(model) and not load_weights
@@ -117,7 +118,9 @@ def build_core(
     with vllm_vision.sizes_of(looks, max_model_len) if looks is not None else nullcontext():
         vllm_vision.import_without_torchvision()
         register_architecture(model, name)
-        executor = executor_of(group, device)
+        executor, first_gpu = executor_of(group, device)
+        if not on_cpu:
+            keep_compiled_code_apart(first_gpu)
         try:
             with frozen_as_before():
                 return started(args, executor, return_routed_experts, on_cpu)
@@ -177,7 +180,7 @@ def engine_args(
 def started(args: Any, executor: type, return_routed_experts: bool, on_cpu: bool) -> Any:
     """Returns the engine that the EngineArgs describe. Raises what vLLM raises, and ConfigError."""
     with kept_config_classes():
-        vllm_config = args.create_engine_config()
+        vllm_config = compat.engine_config(args, on_cpu)
     require(
         not return_routed_experts or vllm_config.cache_config.enable_prefix_caching,
         f"actor.router_replay: vLLM has no prefix cache for {args.model}, by whose blocks it keeps "
@@ -264,16 +267,28 @@ def moe_backend(hf: Any, on_cpu: bool, in_floats: bool) -> Any:
     return "triton" if has_experts and not quantized and not on_cpu else "auto"
 
 
-def executor_of(group: dist.ProcessGroup, device: torch.device) -> type:
-    """vLLM's executor for ranks that a launcher started, told its rank instead of reading RANK.
+def executor_of(group: dist.ProcessGroup, device: torch.device) -> tuple[type, int]:
+    """Returns vLLM's executor for ranks that a launcher started, told its rank instead of reading
+    RANK; and the GPU of the group's first rank. Collective over the group.
 
     The name of the rendezvous, which vLLM never opens since torch.distributed is up, also names
     shared memory on a CPU: random, so that two engines on one host, be they of one job or of two,
     do not write into each other's.
     """
-    name = [secrets.token_hex(8)]
-    dist.broadcast_object_list(name, group=group, group_src=0)
-    return compat.rank_executor(f"spmdrl:{name[0]}", dist.get_rank(group), device.index or 0)
+    gpu = device.index or 0
+    told = [(secrets.token_hex(8), gpu)]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    name, first_gpu = told[0]
+    return compat.rank_executor(f"spmdrl:{name}", dist.get_rank(group), gpu), first_gpu
+
+
+def keep_compiled_code_apart(first_gpu: int) -> None:
+    """Gives the engines of each GPU a folder of their own for vLLM's compiled code, until the
+    environment is put back. vLLM files it by the rank within an engine, and the code has the number
+    of its GPU in it: an engine that found another's would die at its first pass
+    (vllm-project/vllm#53312). first_gpu: of the engine's first rank.
+    """
+    os.environ["VLLM_CACHE_ROOT"] = os.path.join(compat.cache_root(), f"gpu_{first_gpu}")
 
 
 def config_of_engine(whole: Any) -> Any:

@@ -44,9 +44,9 @@ from spmdrl.rollout.process_state import frozen_as_before, preserved_process
 from spmdrl.rollout.seeds import seed_of_continuation
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import cpu as vllm_cpu
+from spmdrl.rollout.vllm import derived_weights as vllm_derived
 from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
-from spmdrl.rollout.vllm import latent_attention as vllm_latent
 from spmdrl.rollout.vllm import lora as vllm_lora
 from spmdrl.rollout.vllm import speculative as vllm_speculative
 from spmdrl.rollout.vllm import strict as vllm_strict
@@ -109,7 +109,7 @@ class VllmEngine:
                         load_weights, return_routed_experts, frozen,
                     )  # fmt: skip
             self.expert_layers = self.find_expert_layers() if return_routed_experts else []
-            self.has_latent = vllm_latent.mark_absorbed(self.model)
+            self.has_derived = vllm_derived.mark_derived(self.model)
             if self.on_cpu:
                 vllm_cpu.gather_only_sampled(self.runner)
                 self.noise = vllm_cpu.AddressedNoise(self.runner)
@@ -419,8 +419,8 @@ class VllmEngine:
     def finish_load(self) -> None:
         if self.on_cpu:
             vllm_cpu.repack_experts(self.model)
-        if self.has_latent:
-            vllm_latent.renew_absorbed(self.model, self.dtype)
+        if self.has_derived:
+            vllm_derived.renew_derived(self.model, self.dtype)
         self.forget_prefixes()
         self.core.reset_encoder_cache()
 
@@ -435,7 +435,7 @@ class VllmEngine:
             )
         if self.on_cpu:
             vllm_cpu.check_experts(self.model)
-        vllm_latent.check_absorbed(self.model, self.dtype)
+        vllm_derived.check_derived(self.model, self.dtype)
         rank, size = self.topology.axis_rank("tp"), self.topology.axis_size("tp")
         weights = as_published(self.kind, weights)
         if self.slots is not None:

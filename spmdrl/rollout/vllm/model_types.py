@@ -14,7 +14,7 @@ import torch
 from spmdrl.config import RolloutConfig, require
 from spmdrl.hub.hf_folder import layer_types_of, sees_images
 from spmdrl.hub.vision_families import FAMILIES
-from spmdrl.rollout.vllm.latent_attention import CPU_BACKEND, is_latent
+from spmdrl.rollout.vllm.derived_weights import CPU_BACKEND, is_latent
 
 REMEDY = "use rollout.engine='hf'"
 
@@ -106,6 +106,18 @@ def check_model_type(text: Any, config: RolloutConfig) -> None:
     )
 
 
+def check_frozen_sleep(text: Any) -> None:
+    """Raises ConfigError for a model whose memory may not lie elsewhere after a sleep: on GPUs
+    vLLM's kernels keep the addresses of states. The policy's engine finds its own again.
+    """
+    require(
+        runs_on_cpu() or not carries_state(text),
+        f"judge.sleep=True: model type {text.model_type!r} has layers that carry a state from "
+        "token to token, and vLLM's kernels keep the addresses of these states, which change when "
+        "a judge sleeps: set judge.sleep=False, or place 'reward' on ranks of its own",
+    )
+
+
 def check_routed_experts(text: Any, config: RolloutConfig) -> None:
     """Raises ConfigError where vLLM cannot return the experts of a model's tokens. It keeps them by
     the blocks of its prefix cache. text: the language model's config.
@@ -142,6 +154,10 @@ def untried_layers(text: Any) -> str | None:
     """
     if is_latent(text):
         return "multi-head latent attention, whose kernels read products of its weights"
+    return "layers that carry a state from token to token" if carries_state(text) else None
+
+
+def carries_state(text: Any) -> bool:
+    """Returns whether a language model of this config has layers that do."""
     kinds = {"linear_attention", "mamba", "conv", "hybrid"} & {*layer_types_of(text)}
-    recurrent = kinds or getattr(text, "mamba_d_ssm", None) is not None  # Falcon-H1
-    return "layers that carry a state from token to token" if recurrent else None
+    return bool(kinds) or getattr(text, "mamba_d_ssm", None) is not None  # Falcon-H1

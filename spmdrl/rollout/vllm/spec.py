@@ -21,11 +21,12 @@ from spmdrl.rollout.vllm.core import (
     check_engine_args,
     check_expert_parallel,
 )
+from spmdrl.rollout.vllm.derived_weights import is_latent
 from spmdrl.rollout.vllm.fp8 import check_fp8
-from spmdrl.rollout.vllm.latent_attention import is_latent
 from spmdrl.rollout.vllm.lora import check_adapter
 from spmdrl.rollout.vllm.model_types import (
     NOT_STRICT,
+    check_frozen_sleep,
     check_images,
     check_model_type,
     check_routed_experts,
@@ -121,6 +122,7 @@ SPEC = EngineSpec(
     records_supports=True,
     spreads_experts=True,
     holds_frozen=True,
+    check_frozen_sleep=check_frozen_sleep,
     read_pass=read_pass,
     reads_eager=True,
     check_installed=check_installed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.config import CPU_KV_CACHE_MIB, PpoConfig, is_eager
+from spmdrl.config import CPU_KV_CACHE_MIB, PpoConfig, RolloutConfig, is_eager
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import head_size, layer_size, layer_types_of
 from spmdrl.rollout.build import ENGINES
@@ -16,7 +16,9 @@ GIB = 2**30
 # buffers outside of its pools. Graphs took 0.53 and 1.40 GiB in public logs of vLLM
 # (discuss.vllm.ai/t/1542, sgl-project/sglang#8538); sleep_mode_offload_cudagraph is not counted.
 GRAPHS_GIB, BUFFERS_GIB = 1.4, 0.3
-BATCHED_TOKENS = 8192  # of vLLM's profiling pass, unless engine_args has max_num_batched_tokens
+# tokens of a pass, which vLLM measures with, on CPUs, on GPUs, and on those of so many GiB; it has
+# the fewer ones on an A100, whatever its memory
+CPU_TOKENS, GPU_TOKENS, MOST_TOKENS, LARGE_GIB = 2048, 8192, 16384, 70
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def engine_memory(config: PpoConfig, num_engines: int, gpu_gib: float | None) ->
     rollout, shape = config.rollout, shape_of(config.model)
     weights = engine_weights(config, shape)
     longest = config.data.max_prompt_tokens + rollout.max_tokens
-    one = cached_tokens(shape.text, longest) * cache_bytes_per_token(shape, config) / GIB
+    tokens = cached_tokens(shape.text, longest, batched_tokens(rollout, gpu_gib))
+    one = tokens * cache_bytes_per_token(shape, config) / GIB
     if not ENGINES[rollout.engine].has_kv_cache:  # grows and shrinks with the answers
         samples = config.data.prompts_per_step * rollout.n / num_engines
         cache = min(rollout.max_num_seqs, max(samples, 1)) * one
@@ -62,7 +65,8 @@ def vllm_on_gpu(
     """
     rollout = config.rollout
     graphs = 0.0 if is_eager(rollout, on_gpu=True, strict=config.strict) else GRAPHS_GIB
-    beside = weights + working_gib(config, shape) + graphs + BUFFERS_GIB
+    working = working_gib(config, shape, batched_tokens(rollout, gpu_gib))
+    beside = weights + working + graphs + BUFFERS_GIB
     if rollout.kv_cache_mib is None:
         cache, awake = None, rollout.gpu_memory_utilization * gpu_gib
         if not ENGINES[rollout.engine].share_has_passes:
@@ -83,12 +87,22 @@ def engine_weights(config: PpoConfig, shape: ModelShape) -> float:
     return ((shape.count - ends) * layers + ends * width) / config.rollout.tensor_parallel / GIB
 
 
-def cached_tokens(text: Any, longest: int) -> float:
+def batched_tokens(rollout: RolloutConfig, gpu_gib: float | None) -> int:
+    """Returns the most tokens of a pass of vLLM. gpu_gib: of the GPU; None: a CPU."""
+    given = rollout.engine_args.get("max_num_batched_tokens")
+    if given:
+        return int(given)
+    if gpu_gib is None:
+        return CPU_TOKENS
+    return MOST_TOKENS if gpu_gib >= LARGE_GIB else GPU_TOKENS
+
+
+def cached_tokens(text: Any, longest: int, at_once: int) -> float:
     """Returns of how many tokens of a sequence the cache has keys and values, as the mean of the
     layers: those with a sliding window keep the window and what is computed at once; those without
     attention, nothing that grows."""
-    window = (getattr(text, "sliding_window", None) or longest) + BATCHED_TOKENS
-    chunk = (getattr(text, "attention_chunk_size", None) or longest) + BATCHED_TOKENS
+    window = (getattr(text, "sliding_window", None) or longest) + at_once
+    chunk = (getattr(text, "attention_chunk_size", None) or longest) + at_once
     kept = {
         "full_attention": longest, "attention": longest, "hybrid": longest,
         "sliding_attention": min(longest, window), "chunked_attention": min(longest, chunk),
@@ -115,11 +129,10 @@ def cache_bytes_per_token(shape: ModelShape, config: PpoConfig) -> float:
     return text.num_hidden_layers * numbers * width
 
 
-def working_gib(config: PpoConfig, shape: ModelShape) -> float:
-    """The GiB of vLLM's own passes: a layer of the fullest prefill, and float32 logits of each
-    sequence three times (as they are, processed, as log-probabilities)."""
+def working_gib(config: PpoConfig, shape: ModelShape, tokens: int) -> float:
+    """The GiB of vLLM's own passes: a layer of the fullest prefill, of so many tokens, and float32
+    logits of each sequence three times (as they are, processed, as log-probabilities)."""
     rollout, text = config.rollout, shape.text
-    tokens = int(rollout.engine_args.get("max_num_batched_tokens") or BATCHED_TOKENS)
     inside = layer_size(text, "intermediate_size") or 4 * text.hidden_size
     numbers = 4 * text.hidden_size + 3 * inside / rollout.tensor_parallel
     layer = tokens * numbers * DTYPES[rollout.dtype].itemsize

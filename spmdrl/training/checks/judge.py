@@ -16,9 +16,9 @@ from spmdrl.rollout.build import ENGINES, check_engine
 from spmdrl.training.language_judge import engine_config
 
 
-def check_judge(config: PpoConfig, sampling: Ranks, scoring: Ranks) -> None:
-    """Raises ConfigError for a judge that cannot be asked, or that nobody asks. sampling, scoring:
-    the ranks of rollout and reward.
+def check_judge(config: PpoConfig, sampling: Ranks, scoring: Ranks, training: Ranks = ()) -> None:
+    """Raises ConfigError for a judge that cannot be asked, or that nobody asks. sampling, scoring,
+    training: the ranks of rollout, of reward, and of the roles that are trained.
     """
     asked, judge = asks_judge(rewards_of(config)), config.judge
     require(
@@ -39,6 +39,9 @@ def check_judge(config: PpoConfig, sampling: Ranks, scoring: Ranks) -> None:
     check_sampling(judge, config)
     check_judge_model(judge, config)
     check_judge_ranks(judge, config, sampling, scoring)
+    if judge.sleep and not {*sampling, *training}.isdisjoint(scoring):
+        spec = ENGINES[judge.engine or config.rollout.engine]
+        spec.check_frozen_sleep(load_hf_config(judge.model).get_text_config())
 
 
 def check_comparisons(judge: JudgeConfig, config: PpoConfig) -> None:

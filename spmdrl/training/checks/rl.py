@@ -141,7 +141,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     placement = place(config, world)
     check_explain_mismatch(config, hf, placement, hosted)
     check_scores_of_model(config, len(placement.roles["reward"]))
-    check_judge(config, placement.roles["rollout"], placement.roles["reward"])
+    check_judge(config, placement.roles["rollout"], placement.roles["reward"], placement.training)
     check_agents(config, len(placement.roles["rollout"]) // config.rollout.tensor_parallel)
     require(
         config.agent is None or placement.roles["reward"] == placement.roles["rollout"],
