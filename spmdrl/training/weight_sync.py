@@ -275,10 +275,12 @@ class WeightSync:
         )  # fmt: skip
 
     def build_block_groups(self) -> None:
-        """Groups for the all-gathers of a GPU job. Collective over the job."""
+        """Groups for the all-gathers of a GPU job; an engine alone gathers nothing. Collective over
+        the job.
+        """
         used = torch.zeros(len(self.table) + 1, device=self.topology.device)  # by engines in it
         for transfer in self.transfers:
-            used[transfer.plan.block] = 1
+            used[transfer.plan.block] = transfer.plan.block > 1
         dist.all_reduce(used, dist.ReduceOp.MAX)
         for block in used.nonzero().flatten().tolist():
             group = self.block_group(block)
