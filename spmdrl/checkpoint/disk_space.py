@@ -5,19 +5,24 @@ from __future__ import annotations
 import errno
 import locale
 import os
+import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import ConfigError
+from spmdrl.config import ConfigError, require
+from spmdrl.distributed.collectives import broadcast_object
+from spmdrl.distributed.topology import Topology
 
 MIB = 1 << 20
 PROBE_BYTES = MIB
 WRITTEN_IN = ("samples", "checkpoints", "errors", "trace", "profile")  # folders of a run's folder
 SHARED_MEMORY = Path("/dev/shm")
+SHARED_S = 10.0  # in which a file that one host has made is seen by the others
 UNKNOWN_BYTES = 1 << 62  # of file systems that do not say how large they are
 
 
@@ -53,6 +58,39 @@ def check_room(run_dir: Path, shared_bytes: int = 0) -> None:
             "(docker run --shm-size, mount -o remount,size=...), remove what others have left "
             "in it, or lower rollout.tensor_parallel"
         )
+
+
+def check_shared(run_dir: Path, topology: Topology, here: bool) -> None:
+    """Has rank 0 make a file, for which others look. Raises ConfigError on a rank that does not
+    find it: all hosts write a checkpoint into one folder. Collective over the job.
+
+    here: this rank looks; the first of each host is enough.
+    """
+    name = broadcast_object(f".spmdrl_shared_{secrets.token_hex(8)}", topology.control)
+    file = nearest(run_dir, "run_dir") / name
+    if topology.rank == 0:
+        file.touch()
+    topology.lowest(0)  # it is there
+    found = not here or appears(file)
+    topology.lowest(0)  # all have looked
+    if topology.rank == 0:
+        file.unlink()
+    require(
+        found,
+        f"run_dir={str(run_dir)!r} is another folder on host {topology.host} than on that of rank "
+        "0, and all hosts write a checkpoint into one: name one on a file system that they share, "
+        "or save none with --checkpoint.every_steps 0",
+    )
+
+
+def appears(file: Path) -> bool:
+    """Whether the file is there within SHARED_S: a network's file system may be late."""
+    deadline = time.monotonic() + SHARED_S
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def check_room_for_checkpoint(run_dir: Path, least_bytes: int) -> None:

@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -34,6 +35,25 @@ def before_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name, value in PRODUCTS_KEPT.items():
         os.environ.setdefault(name, value)
+    keep_kernels_on_this_host()
+
+
+def has_several_hosts() -> bool:
+    """Whether a launcher says that ranks of the job are on other hosts."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", world) != world
+
+
+def keep_kernels_on_this_host() -> None:
+    """Has Triton keep its kernels in the folder for temporary files where the job has several hosts
+    or the home cannot be written. Hosts share a home, and all ranks compile the same kernels at the
+    same time: some read a file that another host replaces ("Stale file handle",
+    triton-lang/triton#11512). Does nothing where the user has chosen a place.
+    """
+    at_home = not has_several_hosts() and os.access(os.path.expanduser("~"), os.W_OK)
+    if not at_home and "TRITON_HOME" not in os.environ:
+        cache = os.path.join(tempfile.gettempdir(), f"spmdrl_triton_{os.getuid()}")
+        os.environ.setdefault("TRITON_CACHE_DIR", cache)
 
 
 @contextmanager

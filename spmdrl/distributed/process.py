@@ -25,7 +25,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.cli.arguments import fingerprint
-from spmdrl.config import ConfigError
+from spmdrl.config import ConfigError, require
 from spmdrl.distributed.accelerator import check_no_gpu_is_left_out, local_device
 from spmdrl.distributed.agreement import lowest
 from spmdrl.distributed.faults.rendezvous import StartupBarrier
@@ -86,6 +86,21 @@ def prepare_environment() -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def require_launcher(launched: bool) -> None:
+    """Raises ConfigError where Slurm or MPI started several processes that a launcher knows nothing
+    of: each would be a run of its own, and all of a host would be on the first GPU. launched: RANK
+    was set.
+    """
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        tasks = os.environ.get(name, "1")
+        require(
+            launched or tasks == "1",
+            f"{tasks} processes were started ({name}) and none of them has a RANK, so that each "
+            "would train by itself: start one process on each host, and in it the ranks: srun "
+            "--ntasks-per-node=1 python -m spmdrl.launch ... (launch/ppo.sbatch)",
+        )
 
 
 def raise_file_limit() -> None:

@@ -135,6 +135,7 @@ class Progress:
         self.drawn = False
         self.beside = False  # rank 0 may have drawn on this process's terminal
         self.ended = threading.Event()
+        self.heard: Callable[[], None] = lambda: None  # is told of each item that is done
 
     # ---- for programs
 
@@ -231,18 +232,18 @@ class Progress:
             self.doing[-1].counts = [Count(done, total, what)]
 
     def each(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """The items; those that were taken and worked on count as done."""
-        if not (self.active and self.doing):
-            yield from items
-            return
-        counts, mine = self.doing[-1].counts, Count(0, len(items), what)
-        place = len(counts)
+        """The items; those that were taken and worked on count as done. On ranks that show nothing
+        `heard` is told of them as well.
+        """
+        counts = self.doing[-1].counts if self.active and self.doing else []
+        mine, place = Count(0, len(items), what), len(counts)
         counts.append(mine)
         try:
             for item in items:
                 yield item
                 mine.done += 1
                 del counts[place + 1 :]
+                self.heard()
         finally:
             del counts[place:]
 

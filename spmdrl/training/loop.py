@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.checkpoint.disk_space import check_room_for_checkpoint
 from spmdrl.config import RunConfig
 from spmdrl.distributed.process import Heap, keep_what_stands
 from spmdrl.distributed.progress import PROGRESS
-from spmdrl.training.elastic import check_memory_room, in_memory_every, is_first_here
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import LearningSigns
 from spmdrl.training.logs.metrics import RunLog
@@ -22,7 +20,14 @@ from spmdrl.training.logs.profiler import Profiler
 from spmdrl.training.logs.report import Report
 from spmdrl.training.logs.step_line import Shown
 from spmdrl.training.logs.trace import SpanLog
-from spmdrl.training.run_state import RunState, build_savers, resume, save, tell_change
+from spmdrl.training.run_state import (
+    RunState,
+    build_savers,
+    check_folders,
+    resume,
+    save,
+    tell_change,
+)
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.stop import StopController
 
@@ -69,10 +74,7 @@ def train(
     """
     profiled = Profiler(config, runtime)
     with runtime.phases("check folders"):
-        if runtime.is_main and config.checkpoint.every_steps > 0:
-            check_room_for_checkpoint(runtime.run_dir, least_bytes())
-        if in_memory_every(config, runtime) and is_first_here():
-            check_memory_room(config, runtime, least_bytes())
+        check_folders(config, runtime, least_bytes)
     run = build()
     config = run.state.config  # with the number of steps
     profiled.plan(config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.checkpoint import format as checkpoint
+from spmdrl.checkpoint.disk_space import check_room_for_checkpoint, check_shared
 from spmdrl.checkpoint.writer import RankState, Saver, check_metric
 from spmdrl.cli.arguments import as_source
 from spmdrl.cli.hub_names import name_of
@@ -15,9 +16,16 @@ from spmdrl.config import RunConfig
 from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.prompt_sampler import PromptSampler
 from spmdrl.data.table_files import Files
+from spmdrl.distributed.env import has_several_hosts
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
-from spmdrl.training.elastic import SizeChange, in_memory_every, memory_place
+from spmdrl.training.elastic import (
+    SizeChange,
+    check_memory_room,
+    in_memory_every,
+    is_first_here,
+    memory_place,
+)
 from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.trace import SpanLog, TraceFile
 from spmdrl.training.logs.trackers import open_trackers
@@ -90,6 +98,19 @@ def tell_change(state: RunState, log: RunLog) -> None:
     """Says what a change of the job's hosts has cost, now that the next step can begin."""
     if state.change is not None:
         log.line(state.change.line())
+
+
+def check_folders(config: RunConfig, runtime: Runtime, least_bytes: Callable[[], int]) -> None:
+    """Raises ConfigError where checkpoints have no room, or hosts would write them into different
+    folders. least_bytes: what one takes at least. Collective.
+    """
+    if config.checkpoint.every_steps > 0:
+        if has_several_hosts():
+            check_shared(runtime.run_dir, runtime.topology, is_first_here())
+        if runtime.is_main:
+            check_room_for_checkpoint(runtime.run_dir, least_bytes())
+    if in_memory_every(config, runtime) and is_first_here():
+        check_memory_room(config, runtime, least_bytes())
 
 
 def build_savers(state: RunState, log: RunLog) -> Savers:

@@ -30,6 +30,7 @@ from spmdrl.distributed.process import (
     compare_configs,
     local_neighbour,
     prepare_environment,
+    require_launcher,
     seed_everything,
     start_process_group,
 )
@@ -68,6 +69,7 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     named in it. Exits the process where the body raises.
     """
     PROGRESS.now("connecting the ranks")
+    launched = "RANK" in os.environ
     prepare_environment()
     stopping = Stopping()
     stopping.listen()
@@ -75,6 +77,7 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     run_dir = Path(config.run_dir)
     start = StartupBarrier(config.start_timeout_s, run_dir / "errors")
     try:
+        require_launcher(launched)
         check_encodable({"run_dir": config.run_dir, "model": config.model})
         device = start_process_group(FOREVER, start)
     except ConfigError as error:
@@ -89,6 +92,7 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     )  # fmt: skip
     start.done()
     phases = Phases(topology, watchdog, PROGRESS.phase)
+    PROGRESS.heard = phases.still_going  # an update of many micro-batches may take an hour
     PROGRESS.now("preparing the run")
     stopping.failed = lambda: watchdog.heard
     by_itself, stopping.on_quit = stopping.on_quit, partial(quit_step, phases, watchdog)

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ranks import run_calls
 
 from spmdrl.checkpoint import disk_space as room
 from spmdrl.checkpoint.disk_space import (
     check_room,
     check_room_for_checkpoint,
+    check_shared,
     nearest,
     writing,
 )
@@ -43,6 +45,32 @@ def test_what_is_in_the_way_is_named(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"TMPDIR: \S+gone cannot be written: No such file"):
         check_room(tmp_path / "run")
     assert nearest(tmp_path / "a" / "b", "run_dir") == tmp_path
+
+
+def look_for_shared(topology, folders, hosts):
+    """What each rank hears of a run's folder that lies in `folders[topology.rank]`."""
+    room.SHARED_S = 0.3
+    folder = Path(folders[topology.rank])
+    try:
+        check_shared(folder / "run", topology, here=hosts[topology.rank])
+    except ConfigError as error:
+        return str(error)
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.ranks
+def test_a_folder_that_hosts_do_not_share_is_told_at_the_start(tmp_path):
+    """The second rank stands for another host; of two folders each host has one."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    shared, apart, same_host = run_calls(2, [
+        (look_for_shared, ([str(one)] * 2, [True, True])),
+        (look_for_shared, ([str(one), str(other)], [True, True])),
+        (look_for_shared, ([str(one), str(other)], [True, False])),
+    ])  # fmt: skip
+    assert shared == same_host == [[], []]
+    assert apart[0] == [] and "is another folder on host" in apart[1]
 
 
 @pytest.mark.programs

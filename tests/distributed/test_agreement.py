@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 import time
 from math import ceil, log2
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from spmdrl.config import ConfigError
 from spmdrl.distributed import collectives
 from spmdrl.distributed.agreement import (
     broadcast_from_first,
@@ -24,7 +26,13 @@ from spmdrl.distributed.agreement import (
     parent,
 )
 from spmdrl.distributed.collectives import FailedElsewhere, together
-from spmdrl.distributed.process import MOST_FILES, prepare_environment, raise_file_limit
+from spmdrl.distributed.env import keep_kernels_on_this_host
+from spmdrl.distributed.process import (
+    MOST_FILES,
+    prepare_environment,
+    raise_file_limit,
+    require_launcher,
+)
 from spmdrl.distributed.topology import LAZY_GLOO, gloo_connects_now
 
 RANKS = 32
@@ -119,6 +127,41 @@ def test_a_value_of_the_environment_is_there_again(own, monkeypatch):
     with gloo_connects_now():
         assert os.environ[LAZY_GLOO] == "0"
     assert os.environ.get(LAZY_GLOO) == own
+
+
+def test_processes_of_slurm_or_mpi_without_a_launcher_are_refused(monkeypatch):
+    """Each would train by itself, and all of a host on its first GPU."""
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    require_launcher(launched=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    require_launcher(launched=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    require_launcher(launched=True)
+    with pytest.raises(ConfigError, match=r"16 processes .* python -m spmdrl\.launch"):
+        require_launcher(launched=False)
+
+
+def test_triton_keeps_its_kernels_at_home_on_one_host_alone(monkeypatch, tmp_path):
+    chosen = ("TRITON_CACHE_DIR", "TRITON_HOME")
+
+    def cache(**environment):
+        for name in (*chosen, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        keep_kernels_on_this_host()
+        return os.environ.get("TRITON_CACHE_DIR")
+
+    ranks = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", "/local")
+    assert cache() is cache(WORLD_SIZE="8", LOCAL_WORLD_SIZE="8") is None
+    assert cache(**ranks) == f"/local/spmdrl_triton_{os.getuid()}"
+    assert cache(**ranks, TRITON_HOME="/mine") is None
+    assert cache(**ranks, TRITON_CACHE_DIR="/mine") == "/mine"
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
+    assert cache() == f"/local/spmdrl_triton_{os.getuid()}"
 
 
 def test_a_parent_of_another_user_keeps_its_limit(monkeypatch):

@@ -142,6 +142,17 @@ def test_a_loop_that_is_left_early_counts_no_longer(shown):
     assert not shown.doing
 
 
+def test_each_item_is_a_sign_that_a_long_phase_gets_on(shown, clock):
+    """Also on a rank that shows nothing; the watchdog hears of it."""
+    for progress_of_rank in (shown, Progress(clock)):
+        done = []
+        progress_of_rank.heard = lambda done=done: done.append(len(done))
+        with progress_of_rank.phase("update"):
+            for item in progress_of_rank.each("abc", "micro-batches"):
+                assert len(done) == "abc".index(item)
+        assert len(done) == 3
+
+
 def test_nothing_is_shown_unless_a_program_asks(clock, capsys, monkeypatch):
     silent = Progress(clock)
     with silent.step(1, 2), silent.phase("rollout"):

@@ -11,6 +11,7 @@ from tiny_models import save_qwen3
 from training_batches import CONFIG, engine_on, whole_batch
 
 from spmdrl.config import AlgoConfig, ConfigError, LoraConfig, OptimConfig
+from spmdrl.distributed.progress import PROGRESS
 
 SMALL = replace(CONFIG, micro_batch_tokens=41)  # several micro-batches an update
 CASES = {  # kind of engine, config
@@ -37,7 +38,15 @@ def both_ways_on(topology, model, kind, config, folder):
                   if hasattr(m, "_get_fsdp_state")]  # fmt: skip
         assert {p.offload_to_cpu for g in groups for p in g.fsdp_params} == {offload}
         assert len(engine.micro_batches(batch)) > 2
+        summed = []  # after each micro-batch, whether gradients are summed where they are computed
+        PROGRESS.heard = lambda groups=groups, summed=summed: summed.append(
+            any(group._partial_reduce_output is not None for group in groups)
+        )
         metrics = [engine.update(batch, loss, temperature=0.8) for _ in range(2)]
+        on_device = not engine.offloads_gradients and not engine.gathers_once
+        assert any(summed) == on_device and engine.offloads_gradients == (
+            offload and config.fsdp != 1
+        )
         where = Path(folder, str(offload))
         if topology.rank == 0:
             where.mkdir()

@@ -104,6 +104,7 @@ class FsdpEngine:
         self.aux_loss, self.offloaded = sharded.aux_loss, sharded.offloaded
         self.driven, self.loss_scale = sharded.driven, sharded.loss_scale
         self.gathers_once, self.keeps_gathered = sharded.gathers_once, sharded.keeps_gathered
+        self.offloads_gradients = config.offload_policy and topology.copies.size(0) == 1
         self.shares_prefixes = sharded.shares_prefixes
         self.pretrained, self.parts = sharded.pretrained, sharded.parts
         self.params = list(self.trained.values())
@@ -226,7 +227,8 @@ class FsdpEngine:
         their metrics. Collective."""
         sums: dict[str, Tensor] = {}
         for i, mb in enumerate(PROGRESS.each(parts, "micro-batches")):
-            set_replica_sync(self.module, i == len(parts) - 1, self.gathers_once)
+            is_last = i == len(parts) - 1
+            set_replica_sync(self.module, is_last, self.gathers_once, self.offloads_gradients)
             inputs = self._inputs(mb)
             balancing = nullcontext() if self.aux_loss is None else self.aux_loss.of(mb, inputs)
             with self._replaying(inputs), balancing:

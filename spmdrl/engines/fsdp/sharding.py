@@ -161,11 +161,13 @@ def untied_embedding(hf: Any) -> list[nn.Module]:
     return [] if tied else [embedding]
 
 
-def set_replica_sync(module: nn.Module, last: bool, once: bool) -> None:
+def set_replica_sync(module: nn.Module, last: bool, once: bool, offloads: bool) -> None:
     """Shards' gradients are reduced in every micro-batch, replicas' once, in the last.
 
     once: weights were gathered for all micro-batches (gathers_once). The last gives them back, and
     until then each gradient is added to its sum, in float32, where it was computed.
+    offloads: by offload_policy, without replicas: FSDP2 takes the mesh's axis of one rank for
+    replicas, and would sum the gradients on the GPU until the last micro-batch.
     """
     root = root_of(module)
     if root is None:
@@ -174,7 +176,7 @@ def set_replica_sync(module: nn.Module, last: bool, once: bool) -> None:
         root.set_reshard_after_backward(last)
         root.set_requires_gradient_sync(last)
     else:
-        root.set_requires_all_reduce(last)
+        root.set_requires_all_reduce(last or offloads)
 
 
 def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) -> Tensor:
