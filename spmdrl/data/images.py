@@ -218,6 +218,10 @@ class ImageProcessor:
             (self.token_id, self.shown_videos.token_id) if num_videos(shown) else (self.token_id,)
         )
 
+    def count(self, ids: list[int], shown: Sequence[Visual]) -> int:
+        """Returns how many tokens stand for these images and videos."""
+        return sum(map(ids.count, self.marks(shown))) if shown else 0
+
     def ordered(self, ids: list[int], shown: Sequence[Visual]) -> tuple[Visual, ...]:
         """Returns images and videos in the order in which the template's tokens show them. Raises
         BadRow where it wrote more or fewer placeholders than there are, and ConfigError.

@@ -70,11 +70,13 @@ class VisionFamily:
     transformers' own masks which tokens these are. masks: how many masks of tokens the
     model's get_placeholder_mask returns, the first for images; flat: without an axis of size 1.
     in_pixels: the image processor's `size` is a least and a largest number of pixels. video: how it
-    sees videos; None: they are not understood here.
+    sees videos; None: they are not understood here. patches: of the tower, behind each of an
+    image's tokens, by the model's config.
     """
 
     inputs: tuple[str, ...]
     layout: Callable[[ImageSizes, int, int], list[int]]
+    patches: Callable[[Any], float]
     text: tuple[str, str] | None = None
     others: tuple[str, ...] = ()
     options: Callable[[Any], dict[str, Any]] = no_options
@@ -135,8 +137,9 @@ def least_grid(pixels: Pixels, config: Any) -> Pixels:
 
 
 GRID = VisionFamily(
-    ("pixel_values", "image_grid_thw"), grid_layout, least=least_grid, grid=qwen_grid, masks=2,
-    in_pixels=True,
+    ("pixel_values", "image_grid_thw"), grid_layout,
+    lambda config: config.vision_config.spatial_merge_size**2, least=least_grid, grid=qwen_grid,
+    masks=2, in_pixels=True,
 )  # fmt: skip
 # Kimi-VL: the same, with positions in one row and images that keep their size
 KIMI = replace(GRID, grid=None, in_pixels=False)
@@ -154,6 +157,11 @@ def gemma3_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
     if getattr(sizes.processor, "do_pan_and_scan", None):
         raise ValueError("its image processor has do_pan_and_scan, which is not done here")
     return [sizes.config.image_token_id] * sizes.config.mm_tokens_per_image
+
+
+def image_patches(vision: Any) -> int:
+    side: int = vision.image_size // vision.patch_size
+    return side**2
 
 
 def gemma4_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
@@ -222,21 +230,24 @@ FAMILIES: dict[str, VisionFamily] = {
     "kimi_vl": KIMI,
     "gemma3": VisionFamily(
         ("pixel_values",), gemma3_layout,
+        lambda config: image_patches(config.vision_config) / config.mm_tokens_per_image,
         text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
         looks_ahead=lambda config: "all", types="token_type_ids",
     ),
     "gemma4": VisionFamily(
         ("pixel_values", "image_position_ids"), gemma4_layout,
+        lambda config: config.vision_config.pooling_kernel_size**2,
         text=("<|image|>", "<|image><|image|><image|>"), least=least_gemma4,
         looks_ahead=gemma4_looks_ahead, types="mm_token_type_ids", masks=3, flat=True,
     ),
     "internvl": VisionFamily(
-        ("pixel_values",), internvl_layout,
+        ("pixel_values",), internvl_layout, lambda config: config.downsample_ratio**-2,
         text=("<IMG_CONTEXT>", "<img><IMG_CONTEXT></img>"),
         options=lambda config: {"crop_to_patches": True},
     ),
     "mistral3": VisionFamily(
-        ("pixel_values", "image_sizes"), pixtral_layout, others=("[IMG_BREAK]", "[IMG_END]"),
+        ("pixel_values", "image_sizes"), pixtral_layout,
+        lambda config: config.spatial_merge_size**2, others=("[IMG_BREAK]", "[IMG_END]"),
         options=lambda config: {
             "patch_size": config.vision_config.patch_size * config.spatial_merge_size
         },
