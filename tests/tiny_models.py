@@ -78,9 +78,13 @@ SHOWING_TEMPLATE = (
 )
 
 
-def save_qwen_vl(folder: str | Path, kind: str = "qwen2_5_vl", tied: bool = False) -> Path:
+def save_qwen_vl(
+    folder: str | Path, kind: str = "qwen2_5_vl", tied: bool = False, most_pixels: int = 1024,
+    **sizes: Any,
+) -> Path:  # fmt: skip
     """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL of two layers and two of its tower; weights, tokenizer
-    and image processor. An image of 8 x 8 pixels is a token; the largest is 16."""
+    and image processor. An image of 8 x 8 pixels is a token; the largest is 16. sizes: of the
+    tower, where they are others."""
     import torch
     import transformers as hf
     from transformers import AutoTokenizer
@@ -113,13 +117,13 @@ def save_qwen_vl(folder: str | Path, kind: str = "qwen2_5_vl", tied: bool = Fals
         config, model = hf.Qwen3VLConfig, hf.Qwen3VLForConditionalGeneration
     torch.manual_seed(0)
     made = model(config(
-        text_config=text, vision_config=tower, image_token_id=image, video_token_id=video,
+        text_config=text, vision_config=tower | sizes, image_token_id=image, video_token_id=video,
         vision_start_token_id=start, vision_end_token_id=end, tie_word_embeddings=tied,
     ))  # fmt: skip
     made.generation_config.eos_token_id = 2
     made.generation_config.pad_token_id = 0
     made.save_pretrained(folder)
-    size = {"shortest_edge": 64, "longest_edge": 1024}
+    size = {"shortest_edge": 64, "longest_edge": most_pixels}
     hf.Qwen2VLImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
     return Path(folder)
 

@@ -245,7 +245,10 @@ class AnswerDataset:
             if max(lens) > config.max_tokens:
                 return Size(NO_ROOM, found.escaped)
             missing = frozenset(reader.left_out(row, images))
-            return Size(sum(lens), found.escaped, bool(images), left_out=missing)
+            vision, shown = reader.sft.vision, 0
+            if vision is not None:
+                shown = sum(vision.count(each.token_ids, images) for each in found.answers)
+            return Size(sum(lens), found.escaped, shown, left_out=missing)
 
         longest = len(reader.keys) * config.max_tokens
         measured = measure(files, size, topology, longest, config.on_bad_row)

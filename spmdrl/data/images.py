@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from spmdrl.config import ConfigError, DataConfig, SftDataConfig
+from spmdrl.config import DataConfig, SftDataConfig
 from spmdrl.data.pictures import open_picture, size_of
-from spmdrl.data.processor_files import load_processor
+from spmdrl.data.processor_files import load_processor, set_pixels
 from spmdrl.data.reply_images import (
     from_bytes,
     images_of_sample,
@@ -53,18 +53,26 @@ MOST_LAYOUTS = 1 << 14
 class PromptImages:
     """Holds what a prompt is to a model with a vision tower.
 
-    pixels: of each image, what the image processor made of it, by name; spans: (first token,
-    tokens) of each; is_image: (prompt tokens,) bool, the tokens that the tower's vectors stand for;
+    pictures: its images and videos; look: makes the pixels of one; spans: (first token, tokens) of
+    each; is_image: (prompt tokens,) bool, the tokens that the tower's vectors stand for;
     positions: (3, prompt tokens) int64, of multimodal rotary embeddings, None in other families;
     clips: of each what it is as a video, None for an image.
     """
 
-    pixels: list[Pixels]
+    pictures: Sequence[Visual]
+    look: Callable[[Visual], Pixels]
     spans: list[tuple[int, int]]
     is_image: Tensor
     positions: Tensor | None
     digests: list[str]
     clips: list[Clip | None]
+
+    @property
+    def pixels(self) -> list[Pixels]:
+        """Returns of each image what the image processor makes of it, by name. A pipeline stage
+        without the tower does not ask.
+        """
+        return [self.look(picture) for picture in self.pictures]
 
     @property
     def next_position(self) -> int:
@@ -131,6 +139,7 @@ class ImageProcessor:
         self.cache: OrderedDict[str, Pixels] = OrderedDict()
         self.cached_bytes = 0
         self.known: dict[str, list[int]] = {}  # layouts by digest, so that files are read once
+        self.grids: dict[str, tuple[int, int, int]] = {}  # of images, by digest
 
     @property
     def processor(self) -> Any:
@@ -177,6 +186,18 @@ class ImageProcessor:
                 del self.known[next(iter(self.known))]
         return self.known[key]
 
+    def grid(self, picture: Visual) -> tuple[int, int, int]:
+        """Returns the steps in time, rows and columns of the tokens of an image or a video, in a
+        family whose positions they are. No image is decoded for it.
+        """
+        if isinstance(picture, Video):
+            return self.clip(picture).grid
+        if picture.digest not in self.grids:
+            assert self.family.grid is not None
+            width, height = size_of(picture)
+            self.grids[picture.digest] = 1, *self.family.grid(self.sizes, height, width)
+        return self.grids[picture.digest]
+
     @property
     def shown_videos(self) -> VideoProcessor:
         """Raises ConfigError where the model is shown none."""
@@ -196,6 +217,10 @@ class ImageProcessor:
         return (
             (self.token_id, self.shown_videos.token_id) if num_videos(shown) else (self.token_id,)
         )
+
+    def count(self, ids: list[int], shown: Sequence[Visual]) -> int:
+        """Returns how many tokens stand for these images and videos."""
+        return sum(map(ids.count, self.marks(shown))) if shown else 0
 
     def ordered(self, ids: list[int], shown: Sequence[Visual]) -> tuple[Visual, ...]:
         """Returns images and videos in the order in which the template's tokens show them. Raises
@@ -247,36 +272,36 @@ class ImageProcessor:
         spans = self.spans(prompt_ids, pictures)
         spans += [(first, len(self.layout(picture))) for first, picture in replies]
         pictures = [*pictures, *(reply.picture for reply in replies)]
-        pixels = [self.pixels(picture) for picture in pictures]
         is_image = torch.zeros(len(prompt_ids), dtype=torch.bool)
         for (first, count), picture in zip(spans, pictures, strict=True):
             ids = torch.tensor(prompt_ids[first : first + count])
             is_image[first : first + count] = ids == self.mark(picture)
         clips = [self.clip(each) if isinstance(each, Video) else None for each in pictures]
-        positions = self.positions(is_image, spans, pixels, clips) if self.family.mrope else None
+        positions = None
+        if self.family.mrope:
+            grids = [self.grid(picture) for picture in pictures]
+            positions = self.positions(is_image, spans, grids, clips)
         digests = [picture.digest for picture in pictures]
-        return PromptImages(pixels, spans, is_image, positions, digests, clips)
+        return PromptImages(pictures, self.pixels, spans, is_image, positions, digests, clips)
 
     def positions(
-        self, is_image: Tensor, spans: Sequence[tuple[int, int]], pixels: Sequence[Pixels],
-        clips: Sequence[Clip | None],
+        self, is_image: Tensor, spans: Sequence[tuple[int, int]],
+        shown: Sequence[tuple[int, int, int]], clips: Sequence[Clip | None],
     ) -> Tensor:  # fmt: skip
         """(3, prompt tokens) int64. Each frame of a video with timestamps is as an image."""
-        merge = self.sizes.config.vision_config.spatial_merge_size
         runs, grids, intervals = [], [], []
-        for (first, count), made, clip in zip(spans, pixels, clips, strict=True):
-            grid = made["image_grid_thw"][0] // torch.tensor([1, merge, merge])
+        for (first, count), (steps, rows, columns), clip in zip(spans, shown, clips, strict=True):
             if clip is not None and self.shown_videos.family.timestamps:
-                size = int(grid[1:].prod())
+                size = rows * columns
                 tokens = is_image[first : first + count].nonzero()[::size, 0] + first
                 runs += [(token, size) for token in tokens.tolist()]
-                grids += [torch.tensor([1, *grid[1:].tolist()])] * len(tokens)
+                grids += [(1, rows, columns)] * len(tokens)
                 intervals += [1.0] * len(tokens)
             else:
                 runs.append((first, count))
-                grids.append(grid)
+                grids.append((steps, rows, columns))
                 intervals.append(1.0 if clip is None else self.shown_videos.interval(clip))
-        grid = torch.stack(grids) if grids else torch.empty(0, 3, dtype=torch.int64)
+        grid = torch.tensor(grids, dtype=torch.int64).view(-1, 3)
         return rope_positions(len(is_image), runs, grid, intervals)
 
     def mark(self, picture: Visual) -> int:
@@ -335,28 +360,6 @@ def speller(model: str) -> Callable[[str], list[int]]:
 
 def num_bytes(pixels: Pixels) -> int:
     return sum(part.nbytes for part in pixels.values())
-
-
-def set_pixels(
-    processor: Any, config: PreTrainedConfig, data: DataConfig | SftDataConfig
-) -> None:  # fmt: skip
-    """Has images scaled to what the data config says. Raises ConfigError."""
-    edges = ("shortest_edge", data.image_min_pixels), ("longest_edge", data.image_max_pixels)
-    limits = {edge: limit for edge, limit in edges if limit is not None}
-    if not FAMILIES[config.model_type].in_pixels:
-        if limits:
-            raise ConfigError(
-                "data.image_min_pixels and image_max_pixels are not of model type "
-                f"{config.model_type!r}, whose images have sizes of their own: leave them out"
-            )
-        return
-    processor.size = replace(processor.size, **limits)
-    least, most = processor.size.shortest_edge, processor.size.longest_edge
-    if least > most:
-        raise ConfigError(
-            f"data.image_min_pixels={least} is above image_max_pixels={most} (one of them may "
-            "be what the model's preprocessor_config.json says)"
-        )
 
 
 def together(several: Sequence[Pixels]) -> Pixels:

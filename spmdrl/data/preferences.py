@@ -256,7 +256,11 @@ class PreferenceDataset:
             if max(lens) > config.max_tokens:
                 return Size(NO_ROOM, escaped)
             missing = frozenset(reader.left_out(row, len(pair.images)))
-            return Size(sum(lens), escaped, left_out=missing)
+            shown = 0
+            if vision is not None:
+                both = pair.chosen.ids, pair.rejected.ids
+                shown = sum(vision.count(ids, pair.images) for ids in both)
+            return Size(sum(lens), escaped, shown, left_out=missing)
 
         measured = measure(files, size, topology, 2 * config.max_tokens, config.on_bad_row)
         what = "pairs have a conversation"

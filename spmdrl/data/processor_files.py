@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, PreTrainedConfig
 from transformers.utils import cached_file
 
-from spmdrl.config import ConfigError
+from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.hub.video_processors import load_video_processor
-from spmdrl.hub.vision_families import VideoFamily
+from spmdrl.hub.vision_families import FAMILIES, VideoFamily
 
 FILES = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
@@ -74,3 +74,25 @@ def video_processor_of(model: str, family: VideoFamily) -> Any:
             f"model: {model!r} sees videos, but its video_preprocessor_config.json does not load: "
             f"{error}"
         ) from error
+
+
+def set_pixels(
+    processor: Any, config: PreTrainedConfig, data: DataConfig | SftDataConfig
+) -> None:  # fmt: skip
+    """Has images scaled to what the data config says. Raises ConfigError."""
+    edges = ("shortest_edge", data.image_min_pixels), ("longest_edge", data.image_max_pixels)
+    limits = {edge: limit for edge, limit in edges if limit is not None}
+    if not FAMILIES[config.model_type].in_pixels:
+        if limits:
+            raise ConfigError(
+                "data.image_min_pixels and image_max_pixels are not of model type "
+                f"{config.model_type!r}, whose images have sizes of their own: leave them out"
+            )
+        return
+    processor.size = replace(processor.size, **limits)
+    least, most = processor.size.shortest_edge, processor.size.longest_edge
+    if least > most:
+        raise ConfigError(
+            f"data.image_min_pixels={least} is above image_max_pixels={most} (one of them may "
+            "be what the model's preprocessor_config.json says)"
+        )

@@ -50,6 +50,7 @@ class MostImages:
     videos: int = 0  # of a prompt
     # its tokens; its steps in time, rows and columns of patches
     largest_video: tuple[int, int, int, int] = (0, 0, 0, 0)
+    tokens: int = 0  # of all images and videos of all prompts
 
     def beside(self, fields: PromptFields, vision: ImageProcessor, is_used: bool) -> MostImages:
         """Returns the limits with a prompt's images added, all of which are decoded once. Raises
@@ -73,6 +74,7 @@ class MostImages:
             self, per_prompt=max(self.per_prompt, len(images)),
             largest=max([self.largest, *sizes]), videos=max(self.videos, len(videos)),
             largest_video=max([self.largest_video, *clips]),
+            tokens=self.tokens + sum(tokens for tokens, *_ in [*sizes, *clips]),
         )  # fmt: skip
 
     @classmethod
@@ -81,7 +83,7 @@ class MostImages:
         return cls(
             max(one.per_prompt for one in each), max(one.largest for one in each),
             sum(one.blind for one in each), max(one.videos for one in each),
-            max(one.largest_video for one in each),
+            max(one.largest_video for one in each), sum(one.tokens for one in each),
         )  # fmt: skip
 
 

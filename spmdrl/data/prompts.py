@@ -206,6 +206,11 @@ class PromptDataset:
         assert isinstance(found, str)  # the row has been checked
         return found
 
+    @property
+    def image_tokens(self) -> float:
+        """Returns the tokens of a prompt's images and videos, as a mean."""
+        return self.images.tokens / max(len(self), 1)
+
     def looks(self, *others: PromptDataset) -> ImageLimits | None:
         """Returns the limits of images for an engine that is asked these prompts; None where it
         sees none.

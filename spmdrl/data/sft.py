@@ -128,7 +128,8 @@ class SftDataset:
             has_room = 1 in found.learnt[: config.max_tokens] and found.seen <= config.max_tokens
             tokens = len(found.ids) if has_room else NO_ROOM
             missing = frozenset(reader.left_out(row, found.images) if has_room else ())
-            return Size(tokens, found.escaped, bool(found.images), found.blind, missing)
+            shown = 0 if vision is None else vision.count(found.ids, found.images)
+            return Size(tokens, found.escaped, shown, found.blind, missing)
 
         measured = measure(files, size, topology, config.max_tokens, config.on_bad_row)
         usable = len(files) - measured.num_bad

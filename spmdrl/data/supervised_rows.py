@@ -59,6 +59,7 @@ class Measured:
     num_illustrated: int  # rows with images
     # by name, rows that hold something which the chat template does not write (data/left_out.py)
     left_out: Mapping[str, int]
+    image_tokens: float = 0.0  # of a row, those of its images and videos, as a mean
 
 
 class Size(NamedTuple):
@@ -66,7 +67,7 @@ class Size(NamedTuple):
 
     tokens: int  # or NO_ROOM
     escaped: bool  # whether its text names control tokens, which were made ordinary text
-    illustrated: bool = False  # whether it has images
+    image_tokens: int = 0  # of its images and videos; 0: it has none
     blind: bool = False  # whether it says where an image stands, and has none
     left_out: frozenset[str] = frozenset()  # names of what it holds and its text does not
 
@@ -83,20 +84,20 @@ def measure(
     longest: tokens of a row; one with more is overlong. A collective; ConfigError on every rank for
     a bad row.
     """
-    counts = np.zeros(3)  # of this rank's rows: escaped, illustrated, blind
+    counts = np.zeros(4)  # of this rank's rows: escaped, illustrated, blind; tokens of images
     missing: Counter[str] = Counter()
 
     def length(row: dict[str, Any], path: Path) -> int:
         nonlocal counts
         found = size(row, path.parent)
-        counts += found.escaped, found.illustrated, found.blind
+        counts += found.escaped, found.image_tokens > 0, found.blind, found.image_tokens
         missing.update(found.left_out)
         return found.tokens
 
     lengths = measure_rows(files, length, topology, on_bad_row)
     everyone = torch.from_numpy(counts)
     dist.all_reduce(everyone, group=topology.group)
-    num_escaped, num_illustrated, num_blind = map(round, everyone.tolist())
+    num_escaped, num_illustrated, num_blind, image_tokens = map(round, everyone.tolist())
     report_escaped(num_escaped, len(files), topology)
     report_blind(num_blind, len(files), topology)
     gathered: list[Any] = [None] * topology.world
@@ -106,7 +107,7 @@ def measure(
     rows = np.flatnonzero((lengths != BAD_ROW) & (lengths != NO_ROOM))
     return Measured(
         rows, lengths[rows], int((lengths > longest).sum()), int((lengths == BAD_ROW).sum()),
-        num_escaped, num_illustrated, left_out,
+        num_escaped, num_illustrated, left_out, image_tokens / max(len(files), 1),
     )  # fmt: skip
 
 

@@ -74,7 +74,8 @@ class TrainEngine(Protocol):
 
         merged: with its adapter, where there is one; else the base's weights, and as
         `<layer>.lora_A.weight` and `<layer>.lora_B.weight` A and scale B. It stays valid, whatever
-        `offload` and `onload` do to the tensors' memory.
+        `offload` and `onload` do to the tensors' memory. What an update has changed is all there
+        after the next call of one of these two: weights may be gathered until then.
         """
         ...
 

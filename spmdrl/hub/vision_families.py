@@ -63,28 +63,36 @@ class VisionFamily:
     refuses. text: what the template writes for an image, and what is tokenised in its place, which
     has config.image_token_id once; None: the same. others: the names of further tokens that a
     layout has. least: makes the pixels of the smallest image there is from
-    those of a small one. mrope: tokens have positions in time, height and width. looks_ahead: in
-    which layers an image's tokens see each other, also those behind them, by the model's config:
+    those of a small one. grid: the rows and columns of tokens of an image of (height, width), from
+    which positions in time, height and width follow; None: tokens have one position. looks_ahead:
+    in which layers an image's tokens see each other, also those behind them, by the model's config:
     in "all", in those with a "window", or in none; types: the name of the argument that tells
     transformers' own masks which tokens these are. masks: how many masks of tokens the
     model's get_placeholder_mask returns, the first for images; flat: without an axis of size 1.
     in_pixels: the image processor's `size` is a least and a largest number of pixels. video: how it
-    sees videos; None: they are not understood here.
+    sees videos; None: they are not understood here. patches: of the tower, behind each of an
+    image's tokens, by the model's config.
     """
 
     inputs: tuple[str, ...]
     layout: Callable[[ImageSizes, int, int], list[int]]
+    patches: Callable[[Any], float]
     text: tuple[str, str] | None = None
     others: tuple[str, ...] = ()
     options: Callable[[Any], dict[str, Any]] = no_options
     least: Callable[[Pixels, Any], Pixels] = one_token
-    mrope: bool = False
+    grid: Callable[[ImageSizes, int, int], tuple[int, int]] | None = None
     looks_ahead: Callable[[Any], str | None] = lambda config: None
     types: str | None = None
     masks: int = 1
     flat: bool = False
     in_pixels: bool = False
     video: VideoFamily | None = None
+
+    @property
+    def mrope(self) -> bool:
+        """Says whether tokens have positions in time, height and width."""
+        return self.grid is not None
 
 
 # ---- Qwen-VL, GLM-V: as many tokens as the image has squares of patches
@@ -96,6 +104,32 @@ def grid_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
     return [sizes.config.image_token_id] * count
 
 
+def qwen_grid(sizes: ImageSizes, height: int, width: int) -> tuple[int, int]:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    mine = sizes.processor
+    side, least, most = side_of(mine), mine.size.shortest_edge, mine.size.longest_edge
+    rows, columns = smart_resize(height, width, side, min_pixels=least, max_pixels=most)
+    return rows // side, columns // side
+
+
+def glm_grid(sizes: ImageSizes, height: int, width: int) -> tuple[int, int]:
+    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
+
+    mine, frames = sizes.processor, sizes.processor.temporal_patch_size
+    side, least, most = side_of(mine), mine.size.shortest_edge, mine.size.longest_edge
+    rows, columns = smart_resize(
+        frames, height, width, frames, side, min_pixels=least, max_pixels=most
+    )
+    return rows // side, columns // side
+
+
+def side_of(processor: Any) -> int:
+    """Pixels of a token's side."""
+    side: int = processor.patch_size * processor.merge_size
+    return side
+
+
 def least_grid(pixels: Pixels, config: Any) -> Pixels:
     merge = config.vision_config.spatial_merge_size
     patches = zeros_like(pixels["pixel_values"][: merge**2])
@@ -103,11 +137,13 @@ def least_grid(pixels: Pixels, config: Any) -> Pixels:
 
 
 GRID = VisionFamily(
-    ("pixel_values", "image_grid_thw"), grid_layout, least=least_grid, mrope=True, masks=2,
-    in_pixels=True,
+    ("pixel_values", "image_grid_thw"), grid_layout,
+    lambda config: config.vision_config.spatial_merge_size**2, least=least_grid, grid=qwen_grid,
+    masks=2, in_pixels=True,
 )  # fmt: skip
 # Kimi-VL: the same, with positions in one row and images that keep their size
-KIMI = replace(GRID, mrope=False, in_pixels=False)
+KIMI = replace(GRID, grid=None, in_pixels=False)
+GLM = replace(GRID, grid=glm_grid)
 
 QWEN2_VIDEO = VideoFamily("qwen2_vl", "Qwen2VLVideoProcessor")
 QWEN3_VIDEO = VideoFamily("qwen3_vl", "Qwen3VLVideoProcessor", timestamps=True)
@@ -121,6 +157,11 @@ def gemma3_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
     if getattr(sizes.processor, "do_pan_and_scan", None):
         raise ValueError("its image processor has do_pan_and_scan, which is not done here")
     return [sizes.config.image_token_id] * sizes.config.mm_tokens_per_image
+
+
+def image_patches(vision: Any) -> int:
+    side: int = vision.image_size // vision.patch_size
+    return side**2
 
 
 def gemma4_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
@@ -183,27 +224,30 @@ FAMILIES: dict[str, VisionFamily] = {
     "qwen3_vl_moe": QWEN3,
     "qwen3_5": QWEN3,
     "qwen3_5_moe": QWEN3,
-    "glm4v": GRID,
-    "glm4v_moe": GRID,
-    "glm46v": GRID,
+    "glm4v": GLM,
+    "glm4v_moe": GLM,
+    "glm46v": GLM,
     "kimi_vl": KIMI,
     "gemma3": VisionFamily(
         ("pixel_values",), gemma3_layout,
+        lambda config: image_patches(config.vision_config) / config.mm_tokens_per_image,
         text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
         looks_ahead=lambda config: "all", types="token_type_ids",
     ),
     "gemma4": VisionFamily(
         ("pixel_values", "image_position_ids"), gemma4_layout,
+        lambda config: config.vision_config.pooling_kernel_size**2,
         text=("<|image|>", "<|image><|image|><image|>"), least=least_gemma4,
         looks_ahead=gemma4_looks_ahead, types="mm_token_type_ids", masks=3, flat=True,
     ),
     "internvl": VisionFamily(
-        ("pixel_values",), internvl_layout,
+        ("pixel_values",), internvl_layout, lambda config: config.downsample_ratio**-2,
         text=("<IMG_CONTEXT>", "<img><IMG_CONTEXT></img>"),
         options=lambda config: {"crop_to_patches": True},
     ),
     "mistral3": VisionFamily(
-        ("pixel_values", "image_sizes"), pixtral_layout, others=("[IMG_BREAK]", "[IMG_END]"),
+        ("pixel_values", "image_sizes"), pixtral_layout,
+        lambda config: config.spatial_merge_size**2, others=("[IMG_BREAK]", "[IMG_END]"),
         options=lambda config: {
             "patch_size": config.vision_config.patch_size * config.spatial_merge_size
         },

@@ -88,6 +88,9 @@ MEGATRON = {  # below `megatron` of a role
     "override_transformer_config.num_layers_in_last_pipeline_stage":
         "num_layers_in_last_pipeline_stage",
     "override_transformer_config.moe_grouped_gemm": "moe_grouped_gemm",
+    "override_ddp_config.overlap_grad_reduce": "overlap_grad_reduce",
+    "override_ddp_config.overlap_param_gather": "overlap_param_gather",
+    "override_ddp_config.bucket_size": "ddp_bucket_size",
     "param_offload": "offload_params",
     "optimizer_offload": "offload_optimizer",
     "dtype": "dtype",
@@ -97,7 +100,10 @@ FSDP = {
     "offload_policy": "offload_policy", "reshard_after_forward": "reshard_after_forward",
     "fsdp_size": "fsdp", "ulysses_sequence_parallel_size": "ulysses", "dtype": "dtype",
 }  # fmt: skip
-TRAINED = {"offload_optimizer", "reshard_after_forward"}  # what a reference has not
+TRAINED = {  # what a reference has not
+    "offload_optimizer", "reshard_after_forward", "overlap_grad_reduce", "overlap_param_gather",
+    "ddp_bucket_size",
+}  # fmt: skip
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "_adamw": "adamw", "adamw8bit": "adamw8bit",
               "_adamw8bit": "adamw8bit", "muon": "muon", "dist_muon": "muon"}  # fmt: skip
@@ -141,6 +147,8 @@ ALWAYS = {  # settings, by the beginning of their names, that need nothing here,
         "megatron.use_mbridge": "names are mapped by spmdrl itself",
         "megatron.vanilla_mbridge": "names are mapped by spmdrl itself",
         "megatron.use_remove_padding": "sequences are always packed",
+        "megatron.override_ddp_config.grad_reduce_in_fp32": "gradients are summed in float32",
+        "megatron.override_ddp_config.use_distributed_optimizer": "always",
     }.items()},
     "actor_rollout_ref.model.use_shm": "each rank reads its own part of the files",
     "actor_rollout_ref.nccl_timeout": "stall_timeout_s",

@@ -70,9 +70,9 @@ def prepare(
     if on_gpu and here > torch.cuda.device_count():
         raise ConfigError(f"--ranks: a rehearsal of this placement needs {here} GPUs")
     require_sound(scaled.config, here)
-    memory = memory_plan(config, world, train.num_tokens, gpu_gib).all_lines()
+    plan = memory_plan(config, world, train.num_tokens, gpu_gib, train.image_tokens)
     return Prepared(
-        world, here, on_gpu, scaled, probes, token_lines(config, train), memory, wrong
+        world, here, on_gpu, scaled, probes, token_lines(config, train), plan.all_lines(), wrong
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def tried_reward(config: PpoConfig, train: PromptDataset) -> Probes:
 def too_large(config: PpoConfig, world: int, train: PromptDataset, gpu_gib: float) -> list[str]:
     """Returns what is said of a run that its GPUs cannot hold."""
     try:
-        check_memory(config, world, rl_planner(train.num_tokens, gpu_gib))
+        check_memory(config, world, rl_planner(train.num_tokens, gpu_gib, train.image_tokens))
     except ConfigError as error:
         return [str(error)]
     return []

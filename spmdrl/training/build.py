@@ -133,7 +133,7 @@ def build(
         config = with_length(config, len(prompts))
         check_steps(config, topology.world)
         if host is None:  # nobody knows what another program's model takes
-            planner = rl_planner(prompts.num_tokens, gpu_gib_here())
+            planner = rl_planner(prompts.num_tokens, gpu_gib_here(), prompts.image_tokens)
             check_memory_of_sizes(config, topology.world, planner, runtime)
     looks = with_replies(looks, config)
     check_kept(config, looks)

@@ -63,7 +63,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     rewards = RewardRunner(rewards_of(config), config.rewards, len(scorers))
     tokenizer = load_tokenizer(config.model)
     sets = {"train": config.data.train, "eval": config.data.eval}
-    lines, num_prompts, lengths, mixture = [], 0, None, []
+    lines, num_prompts, lengths, image_tokens, mixture = [], 0, None, 0.0, []
     for name, paths in sets.items():
         if paths is None:
             continue
@@ -76,6 +76,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
         check_shown(config, dataset)
         if name == "train":
             num_prompts, lengths = len(dataset), dataset.num_tokens
+            image_tokens = dataset.image_tokens
             mixture = build_order(config, dataset).lines()
             config = with_length(config, num_prompts)
             check_steps(config, ranks)
@@ -105,9 +106,9 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     trained = [role for role in training_roles(config).values() if role.engine == "fsdp"]
     lines += trial_lines([role.model or config.model for role in trained])
     if runtime.is_main:
-        plan = describe(config, ranks, num_prompts, lengths, gpu_gib)
+        plan = describe(config, ranks, num_prompts, lengths, gpu_gib, image_tokens)
         PROGRESS.line("\n".join([shown_config(config, dry.show_config), *lines, plan]))
-    check_memory_of_sizes(config, ranks, rl_planner(lengths, gpu_gib), runtime)
+    check_memory_of_sizes(config, ranks, rl_planner(lengths, gpu_gib, image_tokens), runtime)
 
 
 def image_lines(dataset: PromptDataset) -> list[str]:

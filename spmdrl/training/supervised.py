@@ -164,7 +164,10 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedR
         rows, held_out, order = load_data(task, config, tokenizer, topology)
         config = with_length(config, len(rows))
         check_steps(config, topology.world)
-        planner = supervised_planner(task.kind, rows.measured.num_tokens, gpu_gib_here())
+        measured = rows.measured
+        planner = supervised_planner(
+            task.kind, measured.num_tokens, gpu_gib_here(), measured.image_tokens
+        )
         check_memory_of_sizes(config, topology.world, planner, runtime)
     with phases("build actor"):
         PROGRESS.detail(model_text(config.model))
@@ -369,10 +372,11 @@ def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, dry: Dry) 
     if runtime.is_main:
         plan = describe_supervised(
             config, ranks, len(rows), task.kind, task.row_sequences, rows.measured.num_tokens,
-            gpu_gib,
+            gpu_gib, rows.measured.image_tokens,
         )  # fmt: skip
         PROGRESS.line("\n".join([shown_config(config, dry.show_config), *lines, plan]))
-    planner = supervised_planner(task.kind, rows.measured.num_tokens, gpu_gib)
+    measured = rows.measured
+    planner = supervised_planner(task.kind, measured.num_tokens, gpu_gib, measured.image_tokens)
     check_memory_of_sizes(config, ranks, planner, runtime)
 
 

@@ -314,9 +314,10 @@ class WeightSync:
     def push(self) -> SyncStats:
         """Puts the actor's weights into the engine. Collective over the ranks of both roles.
 
-        Requests in the engine go on under the new weights. Raises WeightMismatch where the first
-        push leaves out a weight of an engine that was built without any, and with config.check
-        where the engine does not hold what was sent. Does nothing on ranks outside both roles.
+        The actor's `offload` or `onload` is called between its last update and this. Requests in
+        the engine go on under the new weights. Raises WeightMismatch where the first push leaves
+        out a weight of an engine that was built without any, and with config.check where the
+        engine does not hold what was sent. Does nothing on ranks outside both roles.
         """
         start = time.perf_counter()
         moved = planned = opaque = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from PIL import Image
 from tiny_models import png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vision_checks import (
     answer_twice,
     logprobs_alone,
@@ -37,6 +40,8 @@ from spmdrl.data.table_files import BadRow
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import build_model
 from spmdrl.hub.hf_folder import load_hf_config
+from spmdrl.hub.vision_families import FAMILIES as VISION_FAMILIES
+from spmdrl.hub.vision_families import ImageSizes
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.vllm.engine import VllmEngine
@@ -127,6 +132,23 @@ def test_images_of_any_mode_are_seen_in_rgb(models: dict[str, str], mode: str) -
     assert pixels.shape == (8, 96)
     assert grid.tolist() == [[1, 2, 4]]
     assert open_picture(made).getpixel((3, 3)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("kind", [k for k, family in VISION_FAMILIES.items() if family.mrope])
+def test_the_grid_of_an_image_is_known_from_its_size(kind: str) -> None:
+    """As the image processor makes it, without decoding it."""
+    glm = kind.startswith("glm")
+    made = Glm4vImageProcessorPil() if glm else Qwen2VLImageProcessorPil()
+    limits = {"shortest_edge": 64 * 28 * 28, "longest_edge": 256 * 28 * 28}
+    made.size = dataclasses.replace(made.size, **limits)
+    sizes = ImageSizes(made, None, {}, {})
+    find = VISION_FAMILIES[kind].grid
+    assert find is not None
+    for height, width in ((20, 30), (224, 224), (300, 77), (1000, 90), (901, 2003)):
+        pixels = made(images=[Image.new("RGB", (width, height))], return_tensors="pt")
+        steps, rows, columns = pixels["image_grid_thw"][0].tolist()
+        merge = made.merge_size
+        assert (steps, *find(sizes, height, width)) == (1, rows // merge, columns // merge)
 
 
 def test_images_are_seen_as_people_see_them() -> None:

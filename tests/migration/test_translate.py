@@ -179,6 +179,21 @@ def test_variables_arrays_sums_and_quotation_marks_of_a_script(
     assert translation.fields["data.train"] == tuple(found["data.train_files"])
 
 
+def test_how_megatron_reduces_gradients_is_the_actors_and_not_the_references() -> None:
+    ddp = "actor_rollout_ref.actor.megatron.override_ddp_config."
+    translation = verl.translate({
+        "actor_rollout_ref.model.path": "m", "data.train_files": "d",
+        "actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": 0.1,
+        f"{ddp}overlap_grad_reduce": True, f"{ddp}overlap_param_gather": False,
+        f"{ddp}bucket_size": 10**7, f"{ddp}grad_reduce_in_fp32": True,
+    })  # fmt: skip
+    names = ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size")
+    assert [translation.fields[f"actor.{name}"] for name in names] == [True, False, 10**7]
+    assert translation.fields["ref.engine"] == "megatron"
+    assert not any(name.startswith(("ref.overlap", "ref.ddp")) for name in translation.fields)
+    assert not any("override_ddp_config" in name for name in translation.notes)
+
+
 def test_bounds_of_a_rejection_are_those_of_the_ratio_here() -> None:
     """verl bounds -log rho of a k1 test, spmdrl rho: docs/migration.md."""
     prefix = "algorithm.rollout_correction."

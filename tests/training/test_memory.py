@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 from statistics import median
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from programs import ROOT, train, write_task
-from tiny_models import save_qwen3
+from tiny_models import png, save_qwen3, save_qwen_vl
 
 pytestmark = pytest.mark.ranks
 
@@ -116,6 +118,21 @@ def test_memory_does_not_grow_with_new_shapes(tmp_path):
 def test_the_dry_run_foretells_the_memory_of_a_larger_model(tmp_path):
     """47 million weights, whose tensors are mappings of their own."""
     write(tmp_path, LARGER, rows=8, steps=2, every=0, tokens=1024)
+    compare(tmp_path, 1, program="spmdrl.sft")
+
+
+TOWER = {"hidden_size": 256, "intermediate_size": 640, "depth": 6, "out_hidden_size": 64}
+
+
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("megatron", marks=pytest.mark.megatron)])
+def test_the_dry_run_foretells_the_memory_of_a_tower_for_images(tmp_path, engine):
+    """Seven images of 576 patches in a micro-batch: the tower keeps most of what a rank has."""
+    save_qwen_vl(tmp_path / "model", most_pixels=96 * 96, **TOWER)
+    prompt = [{"role": "user", "content": "<image>?"}]
+    row = {"prompt": prompt, "response": "a red one", "images": [{"bytes": png(0, 96, 96)}]}
+    pq.write_table(pa.Table.from_pylist([row] * 16), tmp_path / "rows.parquet")
+    text = SFT.format(rows=8, steps=2, every=0, tokens=1100).replace("jsonl", "parquet")
+    Path(tmp_path, "cfg.py").write_text(text.replace("dtype=", f"engine={engine!r}, dtype="))
     compare(tmp_path, 1, program="spmdrl.sft")
 
 

@@ -36,8 +36,9 @@ from spmdrl.engines.megatron.hf_mapping import pieces
 from spmdrl.engines.megatron.layout import Degrees
 from spmdrl.engines.megatron.lora import stored_name, trained_parts
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
+from spmdrl.engines.megatron.optimizer import set_hyperparameters
 from spmdrl.engines.megatron.parallel_state import RoleState
-from spmdrl.engines.megatron.parts import Parts, parallel_sizes, set_hyperparameters
+from spmdrl.engines.megatron.parts import Parts, parallel_sizes
 from spmdrl.engines.megatron.splits import HfSlice
 from spmdrl.engines.megatron.towers import language_part
 from spmdrl.engines.megatron.vision import add_tower

@@ -165,6 +165,24 @@ def without_gradients(shards: list[Any]) -> Iterator[None]:
             shard.grad = grad
 
 
+# ---- gradients in buckets
+
+
+def call_when_ready(group: Any, ready: Callable[[Any], None]) -> None:
+    """Has a bucket group of a DistributedDataParallel with overlap_grad_reduce call this with each
+    parameter whose gradient the last micro-batch has completed. By itself it starts no reduction.
+
+    Replaces register_grad_ready, and reads is_last_microbatch. So nothing counts gradients, and the
+    group stays as before its first batch: finish_grad_sync starts what has not been started.
+    """
+
+    def register(parameter: Any, force_all_reduce: bool = False) -> None:
+        if group.is_last_microbatch:
+            ready(parameter)
+
+    group.register_grad_ready = register
+
+
 # ---- layers for multi-token prediction
 
 

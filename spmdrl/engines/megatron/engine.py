@@ -158,9 +158,7 @@ class MegatronEngine:
 
         with self.parts.state.active():
             parts = self._micro_batches(self.shared(batch, images))
-            self.parts.zero_grad()
-            if self.parts.mtp_embeddings is not None:
-                self.parts.mtp_embeddings.refresh()
+            self.parts.start_update()
             self.run(self._on_device(parts), loss, forward_only=False, images=images)
             totals = self._totals(sums)
             lr = self._learning_rate()
@@ -214,6 +212,7 @@ class MegatronEngine:
             raise FloatingPointError(
                 f"update {self.num_updates + 1}: {said}; the weights are unchanged"
             )
+        parts.finish_gathers()  # of what no pass has asked for: a tower without images
         # its own step: optimizers such as LayerWiseDistributedOptimizer do more in it than the
         # parts that MegatronOptimizer names (it gathers what each rank has updated)
         stepped, *_ = optimizer.step()

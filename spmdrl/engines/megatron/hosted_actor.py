@@ -92,6 +92,11 @@ def hosted_actor(given: TrainConfig, parts: Parts) -> TrainConfig:
         given.moe_grouped_gemm,
         "actor.moe_grouped_gemm has no effect: the host's model computes its experts",
     )
+    for name in ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"):
+        require(
+            getattr(given, name) == getattr(TrainConfig(), name),
+            f"actor.{name} has no effect: the host's DistributedDataParallelConfig says it",
+        )
     config = parts.config
     layout = {
         "tensor_parallel": parts.groups.tensor.size(),

@@ -4,7 +4,7 @@ host's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,8 @@ from spmdrl.engines.megatron.layout import (
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
 from spmdrl.engines.megatron.mtp import TokenEmbeddings
 from spmdrl.engines.megatron.muon import use_muon
+from spmdrl.engines.megatron.optimizer import build_optimizer, move_optimizer
+from spmdrl.engines.megatron.overlap import OverlappedChunk, overlaps
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.router_replay import ReplayedRouters
 from spmdrl.engines.megatron.towers import has_trained_tower, language_part
@@ -109,6 +111,7 @@ class Parts:
     routers: ReplayedRouters | None = None  # whose experts are replayed
     mtp_embeddings: TokenEmbeddings | None = None  # where layers for multi-token prediction learn
     num_mtp_layers: int = 0  # of these
+    overlapped: Sequence[OverlappedChunk] = ()  # the chunks, where communication is overlapped
 
     @property
     def raw(self) -> list[Any]:
@@ -166,6 +169,10 @@ class Parts:
             }  # fmt: skip
         if config.finalize_model_grads_func is None:
             wanted["finalize_model_grads_func"] = finalize_model_grads
+        if self.overlapped:
+            wanted["finalize_model_grads_func"] = self.finalize_overlapped
+            starts = [chunk.start_rest for chunk in self.overlapped]
+            wanted["grad_sync_func"] = starts if len(starts) > 1 else starts[0]
         if config.no_sync_func is None and hasattr(self.chunks[0], "no_sync"):
             no_sync = [chunk.no_sync for chunk in self.chunks]
             wanted["no_sync_func"] = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -191,6 +198,14 @@ class Parts:
             for module, name, value in self.dropout:
                 setattr(module, name, value)
 
+    def finalize_overlapped(self, *args: Any, **kwargs: Any) -> None:
+        """megatron-core's finalize_model_grads, behind sums that are under way."""
+        from megatron.core.distributed import finalize_model_grads
+
+        for chunk in self.overlapped:
+            chunk.start_rest()
+        finalize_model_grads(*args, **kwargs)
+
     @contextmanager
     def driven_by_us(self) -> Iterator[None]:
         """A host that gathers updated weights when it next needs them has them gathered at once."""
@@ -205,10 +220,20 @@ class Parts:
                 chunk.enable_forward_pre_hook()
 
     def gather_weights(self) -> None:
-        """After an optimizer step that leaves it to the next forward pass."""
-        for chunk in self.chunks:
+        """After an optimizer step that leaves it to the next forward pass. Of a model that was
+        built here the gathers start, and go on beside that pass.
+        """
+        for overlapped in self.overlapped:
+            if overlapped.gathers:
+                overlapped.start_gathers()
+        for chunk in [] if self.owned else self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+
+    def finish_gathers(self) -> None:
+        """Before weights are read or written outside of a forward pass. Local."""
+        for chunk in self.overlapped:
+            chunk.finish_gathers()
 
     def optimizer_shards(self) -> tuple[list[Any], list[Any]]:
         """Returns the float32 shards that the optimizer has on this rank: of the layers for
@@ -223,9 +248,20 @@ class Parts:
                 (mtp if id(parameter) in ahead else others).append(shard)
         return mtp, others
 
+    def start_update(self) -> None:
+        """Before an update's passes. Collective over the first and the last stage where there are
+        layers for multi-token prediction.
+        """
+        self.zero_grad()
+        if self.mtp_embeddings is not None:
+            self.finish_gathers()
+            self.mtp_embeddings.refresh()
+
     def zero_grad(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+        for overlapped in self.overlapped:
+            overlapped.restart()
         self.optimizer.zero_grad()
 
     # ---- weights and memory
@@ -264,6 +300,7 @@ class Parts:
 
     def offload(self, config: TrainConfig, keep_weights: bool = False) -> None:
         """Idle roles keep no gradients, and what config says leaves for the CPU."""
+        self.finish_gathers()
         leaving = {"weights"} if config.offload_params and not keep_weights else set()
         if self.optimizer is not None and (config.offload_params or config.offload_optimizer):
             leaving |= {"gradients"}
@@ -276,6 +313,7 @@ class Parts:
         self.away |= leaving
 
     def onload(self, weights_only: bool = False) -> None:
+        self.finish_gathers()
         back = self.away & {"weights"} if weights_only else set(self.away)
         self.move_buffers(back, "reload_from_cpu", _device())
         if "optimizer" in back:
@@ -311,26 +349,6 @@ def cut_to(rows: Tensor, count: int) -> Tensor:
 def _device() -> torch.device:
     on_gpu = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
-def move_optimizer(optimizer: Any, device: torch.device) -> None:
-    """Adam's moments, and the float32 weights where these are not the model's own."""
-    for part in compat.optimizer_parts(optimizer):
-        for state in part.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.ndim > 0:
-                    state[name] = value.to(device)
-        for param in own_weights(part):
-            param.data = param.data.to(device)
-
-
-def own_weights(part: Any) -> list[Tensor]:
-    """An optimizer's float32 weights that are not the model's own nor views of them."""
-    groups = [
-        *getattr(part, "shard_fp32_from_float16_groups", []),
-        *getattr(part, "fp32_from_float16_groups", []),
-    ]
-    return [param for group in groups for param in group if param is not None]
 
 
 def degrees_of(config: TrainConfig) -> Degrees:
@@ -383,6 +401,8 @@ def build_parts(
             new_head = kind == "value" or not is_classifier(load_hf_config(model))
             load_pretrained(chunks, Path(model), hf_config, new_head)
         optimizer, adapters, average = None, None, None
+        overlapped: list[OverlappedChunk] = []
+        dp_size = topology.world // (degrees.tensor * degrees.pipeline)
         if config.lora is not None and not frozen:
             adapters = lora.add_adapters(
                 chunks, model, seeing, config, topology, load_weights, kind
@@ -391,13 +411,17 @@ def build_parts(
             for chunk in chunks:
                 chunk.requires_grad_(False)
         else:
-            chunks = [trained(chunk, mega, first=i == 0) for i, chunk in enumerate(chunks)]
+            both = overlaps(config, dp_size, topology.device.type == "cuda")
+            chunks = [
+                trained(chunk, mega, i == 0, *both, config.ddp_bucket_size)
+                for i, chunk in enumerate(chunks)
+            ]
+            overlapped = [OverlappedChunk(chunk) for chunk in chunks] if both[0] else []
             optimizer = build_optimizer(chunks, mega, config.optim, clips=not num_mtp)
             if config.optim.name == "muon":
                 use_muon(optimizer, chunks, hf_config, config.optim, DTYPES[config.dtype])
             average = Average.start(optimizer, chunks, config.ema) if config.ema else None
         groups = Groups.of_parallel_state()
-        dp_size = topology.world // (degrees.tensor * degrees.pipeline)
     cut = SequenceSplit(
         "packed", degrees.context, groups.context.rank(),
         degrees.tensor if degrees.sequence else 1,
@@ -411,7 +435,7 @@ def build_parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
         [saved, *beside], dp_size, adapters=adapters, average=average,
         optim=None if frozen else config.optim, routers=routers, mtp_embeddings=ahead,
-        num_mtp_layers=num_mtp,
+        num_mtp_layers=num_mtp, overlapped=overlapped,
     )  # fmt: skip
 
 
@@ -434,47 +458,20 @@ def freeze_padding(embedding: Any, hf_config: PreTrainedConfig) -> None:
     embedding.register_forward_hook(keep)
 
 
-def trained(chunk: Any, mega: Any, first: bool) -> Any:
+def trained(
+    chunk: Any, mega: Any, first: bool, reduces: bool = False, gathers: bool = False,
+    bucket_size: int | None = None,
+) -> Any:  # fmt: skip
+    """A chunk in Megatron's DistributedDataParallel. first: of this rank, whose buckets alone can
+    be overlapped with its backward pass. reduces, gathers: beside computation.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
-    )
-    return DistributedDataParallel(mega, settings, chunk, disable_bucketing=not first)
-
-
-def build_optimizer(chunks: list[Any], mega: Any, optim: OptimConfig, clips: bool = True) -> Any:
-    """AdamW; weight decay on matrices only, as in fsdp.build_optimizer. clips: whether its step
-    clips gradients; the engine does where parameters are clipped apart.
-    """
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    settings = OptimizerConfig(
-        optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay,
-        adam_beta1=optim.betas[0], adam_beta2=optim.betas[1], adam_eps=optim.eps,
-        clip_grad=optim.clip_norm if clips else 0.0, bf16=mega.params_dtype == torch.bfloat16,
-        params_dtype=mega.params_dtype, use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=reduces,
+        overlap_param_gather=gathers, bucket_size=bucket_size,
     )  # fmt: skip
-    optimizer = get_megatron_optimizer(settings, chunks)
-    for part in compat.optimizer_parts(optimizer):
-        # what the first step would make, so that it can be saved
-        part.init_state_fn(part.optimizer, part.config)
-        for group in part.optimizer.param_groups:
-            group.setdefault("step", 0)
-        if isinstance(part.optimizer, torch.optim.AdamW):  # a host's program without Apex
-            for state in part.optimizer.state.values():
-                state.setdefault("step", torch.tensor(0.0))
-    set_hyperparameters(optimizer, optim)
-    return optimizer
-
-
-def set_hyperparameters(optimizer: Any, optim: OptimConfig) -> None:
-    """Sets the optimizer's hyperparameters to those of `optim`; Megatron leaves it to its scheduler
-    to spare norms and biases the decay, and takes the rest from a checkpoint that it loads.
-    """
-    for group in optimizer.param_groups:
-        group["betas"], group["eps"] = optim.betas, optim.eps
-        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+    return DistributedDataParallel(mega, settings, chunk, disable_bucketing=not first)
 
 
 def generation_config(model: str) -> list[GenerationConfig]:

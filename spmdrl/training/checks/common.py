@@ -171,7 +171,8 @@ LAYOUT: dict[str, dict[str, Any]] = {
         "virtual_pipeline": 1, "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None, "context_parallel": 1,
         "expert_tensor_parallel": 1, "moe_grouped_gemm": True,
-        "mtp_loss_scaling_factor": 0.0,
+        "mtp_loss_scaling_factor": 0.0, "overlap_grad_reduce": "auto",
+        "overlap_param_gather": "auto", "ddp_bucket_size": None,
     },
 }  # fmt: skip
 
@@ -201,6 +202,7 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
     optim = role.optim
     check_optimizer(name, role)
     check_offload_policy(name, role)
+    check_overlap(name, role)
     for field, value, fits in (
         ("muon_momentum", optim.muon_momentum, optim.muon_momentum < 1),
         ("betas", optim.betas, len(optim.betas) == 2 and all(b < 1 for b in optim.betas)),
@@ -253,6 +255,23 @@ def check_offload_policy(name: str, role: TrainConfig) -> None:
         f"{name}.offload_policy with {name}.optim.name='muon': the optimizer steps on the CPU, "
         "where making whole matrices orthogonal takes minutes a step; use 'adamw' or 'adamw8bit', "
         "or offload_optimizer, which moves the optimizer only while the role is idle",
+    )
+
+
+def check_overlap(name: str, role: TrainConfig) -> None:
+    """Raises ConfigError for what needs overlap_grad_reduce, by whose buckets both are done."""
+    if role.overlap_grad_reduce is not False:
+        return
+    require(
+        role.overlap_param_gather is not True,
+        f"{name}.overlap_param_gather=True with {name}.overlap_grad_reduce=False: weights are "
+        "gathered by the buckets in which gradients are reduced, and without the latter there is "
+        "one bucket for all: leave overlap_grad_reduce out",
+    )
+    require(
+        role.ddp_bucket_size is None,
+        f"{name}.ddp_bucket_size={role.ddp_bucket_size} has no effect with "
+        f"{name}.overlap_grad_reduce=False, which has one bucket for all gradients",
     )
 
 
@@ -323,7 +342,7 @@ def check_other_model(name: str, other: str, model: str, hf: PreTrainedConfig) -
 OF_TRAINING = (
     "offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
     "freeze_vision", "reshard_after_forward", "router_replay", "ema", "mtp_loss_scaling_factor",
-    "router_aux_loss_coef",
+    "router_aux_loss_coef", "overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size",
 )  # fmt: skip
 
 

@@ -35,12 +35,12 @@ REMEDY = "lower actor.micro_batch_tokens, or start fewer ranks"
 
 def describe(
     config: PpoConfig, world: int, num_prompts: int, prompt_tokens: Array | None = None,
-    gpu_gib: float | None = None,
+    gpu_gib: float | None = None, image_tokens: float = 0.0,
 ) -> str:  # fmt: skip
     """Batch arithmetic, placement, parameters and memory, as text.
 
     prompt_tokens: (num_prompts,) lengths; None: all are as long as they may be. gpu_gib: of each
-    GPU; None: the ranks are on CPUs.
+    GPU; None: the ranks are on CPUs. image_tokens: of a prompt, those of its images, as a mean.
     """
     d, r, a = config.data, config.rollout, config.algo
     samples = d.prompts_per_step * r.n
@@ -64,21 +64,22 @@ def describe(
         *algorithm_lines(config),
         *placement_lines(config, world),
     ]
-    plan = memory_plan(config, world, prompt_tokens, gpu_gib)
-    room = room_lines(config, world, plan, rl_planner(prompt_tokens, gpu_gib))
+    plan = memory_plan(config, world, prompt_tokens, gpu_gib, image_tokens)
+    room = room_lines(config, world, plan, rl_planner(prompt_tokens, gpu_gib, image_tokens))
     return "\n".join([*lines, *plan.all_lines(), *room, *host_lines(plan.host_gib, world, REMEDY)])
 
 
 def describe_supervised(
     config: SupervisedConfig, world: int, num_rows: int, kind: str, row_sequences: int,
-    row_tokens: Array, gpu_gib: float | None = None,
+    row_tokens: Array, gpu_gib: float | None = None, image_tokens: float = 0.0,
 ) -> str:  # fmt: skip
     """Describes a run that learns from rows, as `describe` does one of reinforcement learning.
     kind: of engine; row_sequences: see Task; row_tokens: (num_rows,) lengths.
     """
     data, actor = config.data, config.actor
     sharing = sharing_ranks(actor)
-    plan = supervised_plan(config, world, kind, row_tokens, gpu_gib)
+    plan = supervised_plan(config, world, kind, row_tokens, gpu_gib, image_tokens)
+    planner = supervised_planner(kind, row_tokens, gpu_gib, image_tokens)
     most = data.batch_size * data.max_tokens * row_sequences
     holders = "ranks" if sharing == 1 else f"groups of {sharing} ranks"
     budget = actor.micro_batch_tokens * actor.context_parallel * actor.ulysses
@@ -94,7 +95,7 @@ def describe_supervised(
         "placement",
         *(role_line(n, role, tuple(range(world))) for n, role in training_roles(config).items()),
         *plan.all_lines(),
-        *room_lines(config, world, plan, supervised_planner(kind, row_tokens, gpu_gib)),
+        *room_lines(config, world, plan, planner),
         *host_lines(plan.host_gib, world, REMEDY),
     ])  # fmt: skip
 

@@ -29,8 +29,10 @@ from spmdrl.training.checks.pass_memory import (
     HEAD_CHUNK_BYTES,
     PassMemory,
     fsdp_pass,
+    head_bytes,
     layer_sizes,
     sparse_layers,
+    tower_of,
 )
 
 GIB = 2**30
@@ -133,9 +135,10 @@ def larger(*choices: dict[str, float]) -> dict[str, float]:
 
 def memory_of(
     name: str, role: TrainConfig, model: str, num_ranks: int, kind: str = "policy",
-    tokens: MicroBatches | None = None, on_gpu: bool = False,
+    tokens: MicroBatches | None = None, on_gpu: bool = False, images: float = 0.0,
 ) -> Memory:  # fmt: skip
-    """kind: "reward", of a classifier; else of a language model.
+    """kind: "reward", of a classifier; else of a language model. images: the share of the tokens
+    that stand for images.
 
     tokens: None: all micro-batches have micro_batch_tokens. on_gpu: with the kernels and the
     defaults of GPUs.
@@ -144,9 +147,9 @@ def memory_of(
     trained = not is_frozen(name) and name != "reward_model"
     tokens = tokens or MicroBatches(role.micro_batch_tokens, role.micro_batch_tokens)
     if role.engine == "fsdp":
-        memory = fsdp_memory(role, shape, num_ranks, tokens, trained, on_gpu)
+        memory = fsdp_memory(role, shape, num_ranks, tokens, trained, on_gpu, images)
         return replace(memory, on_host=role.offload_policy and on_gpu)
-    return megatron_memory(role, shape, num_ranks, tokens, trained, on_gpu)
+    return megatron_memory(role, shape, num_ranks, tokens, trained, on_gpu, images)
 
 
 def fsdp_memory(
@@ -156,11 +159,12 @@ def fsdp_memory(
     tokens: MicroBatches,
     trained: bool,
     on_gpu: bool,
+    images: float,
 ) -> Memory:
     sharers = num_ranks if role.fsdp == -1 else role.fsdp
-    forward = fsdp_pass(role, shape, tokens.first, False, on_gpu, sharers)
-    first = fsdp_pass(role, shape, tokens.first, trained, on_gpu, sharers)
-    later = fsdp_pass(role, shape, tokens.later, trained, on_gpu, sharers)
+    forward = fsdp_pass(role, shape, tokens.first, False, on_gpu, sharers, images)
+    first = fsdp_pass(role, shape, tokens.first, trained, on_gpu, sharers, images)
+    later = fsdp_pass(role, shape, tokens.later, trained, on_gpu, sharers, images)
     passes = (first, later, forward)
     one = shape.count * 4 / sharers / GIB
     if not trained:
@@ -287,10 +291,11 @@ def megatron_memory(
     tokens: MicroBatches,
     trained: bool,
     on_gpu: bool,
+    images: float,
 ) -> Memory:
     """The memory of a rank of the pipeline stage that takes most."""
     found = [
-        stage_memory(role, shape, stage, num_ranks, tokens, trained, on_gpu)
+        stage_memory(role, shape, stage, num_ranks, tokens, trained, on_gpu, images)
         for stage in pipeline_stages(role, shape)
     ]
     return max(found, key=lambda memory: memory.busy)
@@ -304,6 +309,7 @@ def stage_memory(
     tokens: MicroBatches,
     trained: bool,
     on_gpu: bool,
+    images: float,
 ) -> Memory:
     """Weights in the role's dtype, gradients in float32 beside them; the distributed optimizer
     shards its float32 weights and moments over the data-parallel ranks, those of experts over the
@@ -317,9 +323,9 @@ def stage_memory(
     shard = (stage.dense - stage.frozen) / data + stage.experts / expert_data
     states = 8 if role.dtype == "float32" else 12
     passes = (
-        megatron_pass(role, shape, stage, tokens.first, trained, on_gpu),
-        megatron_pass(role, shape, stage, tokens.later, trained, on_gpu),
-        megatron_pass(role, shape, stage, tokens.first, False, on_gpu),
+        megatron_pass(role, shape, stage, tokens.first, trained, on_gpu, images),
+        megatron_pass(role, shape, stage, tokens.later, trained, on_gpu, images),
+        megatron_pass(role, shape, stage, tokens.first, False, on_gpu, images),
     )
     if trained and role.lora is not None:
         return megatron_adapters_memory(role, shape, stage, data, parameters * width, passes)
@@ -351,9 +357,11 @@ def megatron_adapters_memory(
 
 
 def megatron_pass(
-    role: TrainConfig, shape: ModelShape, stage: Stage, tokens: int, trained: bool, on_gpu: bool
-) -> PassMemory:
-    """Activations of a stage for the micro-batches that are under way there.
+    role: TrainConfig, shape: ModelShape, stage: Stage, tokens: int, trained: bool, on_gpu: bool,
+    images: float = 0.0,
+) -> PassMemory:  # fmt: skip
+    """Activations of a stage for the micro-batches that are under way there. images: the share of
+    the tokens that stand for images; the first stage's tower is passed with those of all tokens.
 
     Nothing is gathered: what is large beside is the gradient of the embedding and of the head, and
     a layer's experts that grouped products take stacked, all in the role's dtype.
@@ -373,11 +381,15 @@ def megatron_pass(
         activations = stage.under_way * inputs + max(kept)
     else:  # core attention alone is computed again, of which flash attention keeps little
         activations = stage.under_way * sum(kept)
-    head = (
-        HEAD_CHUNK_BYTES + 8.0 * tokens * hidden
-        if trained
-        else 12.0 * tokens * (shape.text.vocab_size / tensor) / 256
-    )
+    if stage.is_first:
+        tower = tower_of(role, shape, images * tokens * role.context_parallel, trained, on_gpu)
+        activations = stage.under_way * tower.kept + max(activations, tower.at_work)
+    if not on_gpu:
+        head = head_bytes(shape, tokens, trained, on_gpu)
+    elif trained:
+        head = HEAD_CHUNK_BYTES + 8.0 * tokens * hidden
+    else:
+        head = 12.0 * tokens * (shape.text.vocab_size / tensor) / 256
     learns_matrix = trained and role.lora is None and (stage.is_first or stage.is_last)
     root = shape.matrix / tensor * width if learns_matrix else 0.0
     stacked = 0.0

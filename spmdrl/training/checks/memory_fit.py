@@ -73,18 +73,23 @@ class Planner:
         return Proposal(cost, text, changed, world, self.plan(changed, world))
 
 
-def rl_planner(prompt_tokens: Array | None, gpu_gib: float | None) -> Planner:
-    return Planner(
-        partial(memory_plan, prompt_tokens=prompt_tokens, gpu_gib=gpu_gib), rl.require_sound
+def rl_planner(
+    prompt_tokens: Array | None, gpu_gib: float | None, image_tokens: float = 0.0
+) -> Planner:
+    plan = partial(
+        memory_plan, prompt_tokens=prompt_tokens, gpu_gib=gpu_gib, image_tokens=image_tokens
     )
+    return Planner(plan, rl.require_sound)
 
 
 def supervised_planner(
-    kind: str, row_tokens: Array, gpu_gib: float | None
+    kind: str, row_tokens: Array, gpu_gib: float | None, image_tokens: float = 0.0
 ) -> Planner:  # fmt: skip
-    return Planner(
-        partial(supervised_plan, kind=kind, row_tokens=row_tokens, gpu_gib=gpu_gib), require_sound
-    )
+    plan = partial(
+        supervised_plan, kind=kind, row_tokens=row_tokens, gpu_gib=gpu_gib,
+        image_tokens=image_tokens,
+    )  # fmt: skip
+    return Planner(plan, require_sound)
 
 
 def require_sound(config: SupervisedConfig, world: int) -> None:

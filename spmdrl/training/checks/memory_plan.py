@@ -136,13 +136,15 @@ def bold(line: str) -> str:
 
 
 def memory_plan(
-    config: PpoConfig, world: int, prompt_tokens: Array | None = None, gpu_gib: float | None = None
-) -> MemoryPlan:
+    config: PpoConfig, world: int, prompt_tokens: Array | None = None,
+    gpu_gib: float | None = None, image_tokens: float = 0.0,
+) -> MemoryPlan:  # fmt: skip
     """prompt_tokens: (num_prompts,) lengths; None: all are as long as they may be. gpu_gib: of each
-    rank's GPU; None: the ranks are on CPUs.
+    rank's GPU; None: the ranks are on CPUs. image_tokens: of a prompt, those of its images, as a
+    mean.
     """
     placement, on_gpu = place(config, world), gpu_gib is not None
-    roles = role_memories(config, placement, prompt_tokens, on_gpu)
+    roles = role_memories(config, placement, prompt_tokens, on_gpu, image_tokens)
     shared = reference_is_base(config, placement)
     lines = ["parameters and memory of a rank (estimate, GiB)"]
     base = roles.pop("ref").weights if shared else 0.0
@@ -206,12 +208,14 @@ def ranks_by_roles(placement: Placement) -> dict[tuple[str, ...], tuple[int, ...
 
 
 def role_memories(
-    config: PpoConfig, placement: Placement, prompt_tokens: Array | None, on_gpu: bool
-) -> dict[str, Memory]:
+    config: PpoConfig, placement: Placement, prompt_tokens: Array | None, on_gpu: bool,
+    image_tokens: float,
+) -> dict[str, Memory]:  # fmt: skip
     """The memory of each role that has a model; the reference's too where it shares the actor's."""
     step = config.data.prompts_per_step * config.rollout.n
     lens = config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens
     sequences = np.atleast_1d(lens) + config.rollout.max_tokens
+    images = min((image_tokens + images_of_replies(config)) / float(sequences.mean()), 1.0)
     hinted = sequences
     if config.data.hint_key is not None:  # as long as they may be
         hinted = np.full_like(sequences, config.data.max_hint_prompt_tokens)
@@ -220,14 +224,17 @@ def role_memories(
     for name, role in training_roles(config).items():
         ranks = len(placement.roles[name])
         samples = step * sharing_ranks(role) / ranks
+        tokens = fullest(role, samples, hinted)
         asked = memory_of(
-            name, role, config.model, ranks, tokens=fullest(role, samples, hinted), on_gpu=on_gpu
+            name, role, config.model, ranks, tokens=tokens, on_gpu=on_gpu, images=images
         )
         if is_frozen(name):
             roles[name] = asked
             continue
         tokens = fullest(role, samples / config.algo.mini_batches, sequences)
-        trained = memory_of(name, role, config.model, ranks, tokens=tokens, on_gpu=on_gpu)
+        trained = memory_of(
+            name, role, config.model, ranks, tokens=tokens, on_gpu=on_gpu, images=images
+        )
         is_teacher = name == "actor" and config.algo.policy_teaches
         roles[name] = replace(trained, forward=asked.forward) if is_teacher else trained
     if config.reward_model is not None:
@@ -236,6 +243,12 @@ def role_memories(
             "reward_model", role, config.model, scorers, "reward", on_gpu=on_gpu
         )
     return roles
+
+
+def images_of_replies(config: PpoConfig) -> int:
+    """Returns the tokens of images that tools, an environment or agents may show in a sample."""
+    limits = (config.multi_turn, config.agents)
+    return sum(each.max_images * each.max_image_tokens for each in limits)
 
 
 def engine_line(config: PpoConfig, engine: EngineMemory, sleeps: bool) -> str:
@@ -299,16 +312,19 @@ def memory_line(name: str, m: Memory) -> str:
 
 def supervised_plan(
     config: SupervisedConfig, world: int, kind: str, row_tokens: Array,
-    gpu_gib: float | None = None,
+    gpu_gib: float | None = None, image_tokens: float = 0.0,
 ) -> MemoryPlan:  # fmt: skip
     """The plan of fine-tuning and of reward models. kind: of engine; row_tokens: (num_rows,)
-    lengths. The model is written at the end, by the first rank, a tensor at a time: in float32, and
-    in its own dtype.
+    lengths; image_tokens: of a row, those of its images, as a mean.
+
+    The model is written at the end, by the first rank, a tensor at a time: in float32, and in its
+    own dtype.
     """
     on_gpu, roles = gpu_gib is not None, {}
+    images = min(image_tokens / float(row_tokens.mean()), 1.0)
     for name, role in training_roles(config).items():
         tokens = fullest(role, config.data.batch_size * sharing_ranks(role) / world, row_tokens)
-        roles[name] = memory_of(name, role, config.model, world, kind, tokens, on_gpu)
+        roles[name] = memory_of(name, role, config.model, world, kind, tokens, on_gpu, images)
     memory = roles["actor"]
     written = 2 * 4 * shape_of(config.model, kind).matrix / GIB
     works = [

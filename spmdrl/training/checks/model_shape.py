@@ -54,6 +54,11 @@ class ModelShape:
         others = {module for tower in self.towers for module in tower.modules()}
         return [layer for layer in decoder_layers(self.shell) if layer not in others]
 
+    @cached_property
+    def tower_layers(self) -> list[nn.Module]:
+        """Returns the layers of its towers for images, and what cannot be split beside them."""
+        return [layer for layer in decoder_layers(self.shell) if layer not in self.language_layers]
+
     @property
     def matrices(self) -> int:
         """Says how many matrices of the vocabulary's size there are."""

@@ -18,6 +18,7 @@ from spmdrl.engines.megatron.layout import moe_layers, settings_of
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import head_size, layer_size
 from spmdrl.training.checks.model_shape import ModelShape, layers_in_float32, quantized_weights
+from spmdrl.training.checks.tower_memory import TowerMemory, tower_memory
 
 # of what a layer keeps of its forward pass; examples/bench/activations.py measures the ratios
 KEPT_SHARE = {False: 1.0, "selective": 20 / 34}
@@ -50,9 +51,13 @@ class PassMemory:
 
 
 def fsdp_pass(
-    role: TrainConfig, shape: ModelShape, tokens: int, trained: bool, on_gpu: bool, sharers: int
-) -> PassMemory:
-    """tokens: of the fullest micro-batch. sharers: ranks that share one copy of the weights."""
+    role: TrainConfig, shape: ModelShape, tokens: int, trained: bool, on_gpu: bool, sharers: int,
+    images: float = 0.0,
+) -> PassMemory:  # fmt: skip
+    """tokens: of the fullest micro-batch. sharers: ranks that share one copy of the weights.
+    images: the share of the tokens that stand for images; the tower is passed with those of a whole
+    row.
+    """
     width = DTYPES[role.dtype].itemsize
     learns = trained and role.lora is None
     # the head; an embedding of its own is a unit that is given back
@@ -68,8 +73,10 @@ def fsdp_pass(
         if once:  # an earlier micro-batch ends with all weights and these gradients
             end = max(end, root + both * width)
         root += shape.matrix * width  # the head's, which comes first and stays
+    layers = activation_bytes(role, shape.hf, tokens, trained, on_gpu)
+    tower = tower_of(role, shape, images * tokens * role.ulysses, trained, on_gpu)
     return PassMemory(
-        activations=activation_bytes(role, shape.hf, tokens, trained, on_gpu),
+        activations=tower.kept + max(layers, tower.at_work),
         root=root,
         head=head_bytes(shape, tokens, trained, on_gpu),
         units=layer_bytes(role, shape, width, learns, sharers)
@@ -78,6 +85,13 @@ def fsdp_pass(
         + fp8_bytes(role, shape, tokens),
         end=end,
     )
+
+
+def tower_of(
+    role: TrainConfig, shape: ModelShape, image_tokens: float, trained: bool, on_gpu: bool
+) -> TowerMemory:
+    share = KEPT_SHARE["selective" if role.activation_checkpointing == "selective" else False]
+    return tower_memory(role, shape, image_tokens, trained, on_gpu, share)
 
 
 def fp8_bytes(role: TrainConfig, shape: ModelShape, tokens: int) -> float:

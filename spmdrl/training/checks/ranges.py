@@ -65,6 +65,7 @@ BOUNDS: Bounds = {
     "TrainConfig.num_layers_in_last_pipeline_stage": COUNT,
     "TrainConfig.context_parallel": COUNT, "TrainConfig.expert_parallel": COUNT,
     "TrainConfig.expert_tensor_parallel": COUNT, "TrainConfig.micro_batch_tokens": (2, None),
+    "TrainConfig.ddp_bucket_size": COUNT,
     "TrainConfig.ema": (0, 1), "TrainConfig.ulysses": COUNT,
     "TeacherEndpoint.max_concurrent": (1, 1024), "TeacherEndpoint.timeout_s": CALL_S,
     "TeacherEndpoint.retries": (0, 100),

@@ -294,6 +294,7 @@ def refused_on(topology, model, other):
             (chunks, optimizer, replace(base, actor=TrainConfig(ema=0.9))),
             (chunks, optimizer, replace(base, actor=TrainConfig(mtp_loss_scaling_factor=0.1))),
             (chunks, optimizer, replace(base, actor=TrainConfig(moe_grouped_gemm=False))),
+            (chunks, optimizer, replace(base, actor=TrainConfig(overlap_grad_reduce=True))),
             (chunks, optimizer, replace(base, async_steps=1)),
             (chunks, optimizer, replace(base, resume="auto")),
             (chunks, optimizer, replace(base, trackers=("wandb",))),
@@ -333,9 +334,9 @@ def test_what_does_not_fit_is_said(qwen3, tmp_path):
     wanted = ["layers: 2 here, 3 there", "DistributedDataParallel", "--use-megatron-fsdp",
               "get_megatron_optimizer", "actor.tensor_parallel=2", "actor.optim has no effect",
               "actor.ema has no effect", "actor.mtp_loss_scaling_factor has no effect",
-              "actor.moe_grouped_gemm has no effect", "async_steps", "resume has no effect",
-              "trackers has no effect", *FIELDS, "OwnLinear", "seq_len_interpolation_factor=2.0",
-              "--loss-scale"]  # fmt: skip
+              "actor.moe_grouped_gemm has no effect", "actor.overlap_grad_reduce has no effect",
+              "async_steps", "resume has no effect", "trackers has no effect", *FIELDS,
+              "OwnLinear", "seq_len_interpolation_factor=2.0", "--loss-scale"]  # fmt: skip
     assert len(said) == len(wanted), said
     for text, message in zip(wanted, said, strict=True):
         assert text in message

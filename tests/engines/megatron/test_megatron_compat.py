@@ -95,7 +95,8 @@ def test_megatron_still_stores_parts_that_are_no_regular_grid(tmp_path: Path) ->
 def test_megatron_still_says_where_a_distributed_optimizers_shards_are() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from spmdrl.engines.megatron.parts import build_optimizer, trained
+    from spmdrl.engines.megatron.optimizer import build_optimizer
+    from spmdrl.engines.megatron.parts import trained
 
     patches.install()
     config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
@@ -107,10 +108,41 @@ def test_megatron_still_says_where_a_distributed_optimizers_shards_are() -> None
         assert torch.equal(shard, parameter.flatten()) and settings["lr"] == 0.5
 
 
+def test_megatron_still_asks_a_bucket_group_about_each_gradient() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from spmdrl.engines.megatron.parts import trained
+
+    patches.install()
+    config = TransformerConfig(
+        num_layers=1, hidden_size=2, num_attention_heads=1, calculate_per_token_loss=True
+    )
+    with cpu_shim.scope():
+        chunk = trained(nn.Linear(3, 2), config, first=True, reduces=True)
+        (group,) = chunk.bucket_groups
+        found: list[Any] = []
+        compat.call_when_ready(group, found.append)
+        for _ in range(2):  # its count of gradients in a first batch would start the second's
+            chunk.zero_grad_buffer()
+            with chunk.no_sync():
+                chunk(torch.ones(1, 3)).sum().backward()
+            assert found == []
+            chunk(torch.ones(1, 3)).sum().backward()
+            assert {id(p) for p in found} == {id(p) for p in chunk.parameters()}
+            assert group.grad_reduce_handle is None
+            group.start_grad_sync()
+            assert group.grad_reduce_handle is not None
+            chunk.finish_grad_sync()
+            assert group.grad_reduce_handle is None
+            assert all(p.main_grad.eq(2.0).all() for p in chunk.parameters())
+            found.clear()
+
+
 def test_megatron_still_clips_some_of_a_distributed_optimizers_gradients_by_their_norm() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from spmdrl.engines.megatron.parts import build_optimizer, trained
+    from spmdrl.engines.megatron.optimizer import build_optimizer
+    from spmdrl.engines.megatron.parts import trained
 
     patches.install()
     with cpu_shim.scope():

@@ -76,8 +76,8 @@ def engine_of(topology: Any, kind: str, model: str, config: TrainConfig) -> tupl
 
 def trained_on(topology: Any, folder: Path, engine: str) -> list[Any]:
     """Of each case what a pass gives on the ranks that are given sequences, three updates' metrics,
-    all weights after them, and of engine megatron how many weights a push was compared for. Engine
-    fsdp does the same for several cases.
+    all weights after them, of engine megatron how many weights a push was compared for, and how
+    many images were decoded until then. Engine fsdp does the same for several cases.
     """
     found: list[Any] = []
     done: dict[str, Any] = {}
@@ -111,11 +111,11 @@ def trained_case(
     look, objective = of_kind[kind]
     before, loss = look(), objective(AlgoConfig())
     metrics = [actor.update(share, loss, 0.8, images=images) for _ in range(3)]
-    checked = 0
+    checked, decoded = 0, len(images.vision.cache)
     if config.engine == "megatron" and kind == "policy":
         checked = pushed_to_hf(topology, ranks, actor, str(Path(folder) / model))
         actor.save(Path(folder) / name)
-    return before, metrics, dict(weights_copied(actor)), checked
+    return before, metrics, dict(weights_copied(actor)), checked, decoded
 
 
 @pytest.fixture(scope="module")
@@ -134,14 +134,21 @@ def weights_of(every: list[list[Any]], case: str) -> dict[str, torch.Tensor]:
     return {name: tensor for rank in every for name, tensor in rank[number][2].items()}
 
 
+def pipelined(case: str) -> bool:
+    return CASES[case][3].get("pipeline_parallel", 1) > 1
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_updates_are_fsdps(models: Path, updated: Any, case: str) -> None:
     kind, model, both, _ = CASES[case]
     number, (fsdp, every, _) = [*CASES].index(case), updated
-    before, metrics, wanted, _ = fsdp[number]
+    before, metrics, wanted, *_ = fsdp[number]
     asked = [rank[number] for rank in every if len(rank[number][0])]
     assert asked
-    for found, measured, _, checked in asked:
+    # pixels are made where the tower is: on the first stage, also of images of others' sequences
+    has_tower = [rank == 0 or not pipelined(case) for rank in range(len(every))]
+    assert [rank[number][4] > 0 for rank in every] == has_tower
+    for found, measured, _, checked, _ in asked:
         assert (found - before).abs().max() < 1e-5
         for got, other in zip(measured, metrics, strict=True):
             assert got["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)

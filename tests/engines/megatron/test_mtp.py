@@ -71,17 +71,23 @@ def mtp_files(family: str, files: dict[str, Tensor], hidden: int) -> dict[str, T
     return found
 
 
+def save_with_mtp(family: str, folder: Path) -> None:
+    """A tiny model whose files have the layers."""
+    fields = FIELDS[family]
+    model = tiny.save_model(family, folder, **TOKENS, **fields)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    save_file(held | mtp_files(family, held, model.config.hidden_size), file, {"format": "pt"})
+    save_tokenizer(folder)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family, fields in FIELDS.items():
-        model = tiny.save_model(family, folder / family, **TOKENS, **fields)
-        config = json.loads((folder / family / "config.json").read_text())
-        (folder / family / "config.json").write_text(json.dumps(config | fields))
-        file = folder / family / "model.safetensors"
-        held = load_file(file)
-        save_file(held | mtp_files(family, held, model.config.hidden_size), file, {"format": "pt"})
-        save_tokenizer(folder / family)
+    for family in FIELDS:
+        save_with_mtp(family, folder / family)
     return folder
 
 
