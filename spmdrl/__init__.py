@@ -1,1 +1,15 @@
 """spmdrl: reinforcement learning for language models as one SPMD program."""
+
+import sys
+
+# programs that import torch, and take seconds for it; others end as Python does
+RUNS = ("launch", "ppo", "sft", "preference", "reward_model", "evaluate", "export", "replay")
+
+# "-m" is the name of a program until Python has found its module: python -m spmdrl.ppo imports this
+# first. Ctrl-C would be a KeyboardInterrupt in an import, which is a traceback, or is lost there.
+if sys.argv[:1] == ["-m"] and any(f"spmdrl.{run}" in sys.orig_argv for run in RUNS):
+    from signal import SIGINT
+
+    from spmdrl.distributed.signals import STOPPING
+
+    STOPPING.listen([SIGINT])

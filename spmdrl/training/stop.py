@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmdrl.checkpoint.writer import Saver
 from spmdrl.config import RunConfig
-from spmdrl.distributed.signals import BROKEN, REGROUP, STOP, StopVotes
+from spmdrl.distributed.stop_votes import BROKEN, REGROUP, STOP, StopVotes
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.savers import Savers
 
