@@ -68,6 +68,12 @@ def checked_aggregation(function: Callable[..., Any]) -> Callable[..., Tensor]:
         weights = function(mask, seq_lens, counts, norm_length)
         where = f"algo.aggregation: {name_of(function)}"
         require_shape(where, weights, mask.shape, "(num_tokens,)")
+        wrong = weights[(mask == 0) & (weights != 0)]
+        require(
+            not len(wrong), f"{where} gave a weight to {len(wrong)} masked tokens, the first of "
+            f"them {wrong[:1].tolist()}: prompts and what tools say would be trained on. Multiply "
+            "the weights by the mask",
+        )  # fmt: skip
         return weights
 
     return aggregation

@@ -574,6 +574,10 @@ def test_other_functions_of_the_users_are_checked_too():
     aggregate = losses.aggregate_of(AlgoConfig(aggregation=lambda mask, *_: mask.sum()))
     with pytest.raises(ConfigError, match=r"algo.aggregation: .* tensor of shape \(\)"):
         aggregate(torch.ones(3), torch.tensor([3]), torch.ones(2), 12)
+    for weigh in (torch.ones_like, lambda mask: 1 / mask - 1, lambda mask: mask / mask):
+        aggregate = losses.aggregate_of(AlgoConfig(aggregation=lambda mask, *_, f=weigh: f(mask)))
+        with pytest.raises(ConfigError, match=r"gave a weight to 2 masked tokens, the first of"):
+            aggregate(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([3]), torch.ones(2), 12)
     seen = Outcomes(*[torch.ones(4)] * 7)
     estimate = advantage_of(AlgoConfig(advantage=lambda o: o.scores[:1]))
     with pytest.raises(ConfigError, match=r"algo.advantage: .* shape \(n,\), here \(4,\)"):
