@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,14 @@ from spmdrl.distributed.topology import Topology, new_group
 # what a rank may wish: an end in order, to start again with other hosts; an end in order; that all
 # hear what failed
 REGROUP, STOP, BROKEN = 1, 2, 3
+LEFT = 4  # what a rank votes that has left the loop
+LEAVE_S = 60.0  # for the others to leave it, too: their steps have ended with this rank's
+APART = (
+    "a `break` has ended the training loop on some ranks, and others go on: all must leave it "
+    "after the same step. A rank that only samples has no metrics, so share what one rank decides: "
+    "`if broadcast_object(metrics.get('reward/mean', 0) > 0.9, runtime.topology.control, "
+    "run.state.log_rank): break`"
+)
 LARGEST = dist.AllreduceOptions()
 LARGEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
@@ -45,7 +54,20 @@ class StopVotes:
             return 0
         vote, work = self.votes.popleft()
         work.wait()
+        if vote.item() == LEFT:
+            raise RuntimeError(APART)
         return int(vote.item())
+
+    def leave(self) -> None:
+        """Agrees that all ranks leave the loop here, before its last step. Every rank that leaves
+        must call it. Raises RuntimeError where others go on: here, after LEAVE_S, or where they
+        vote next.
+        """
+        vote = torch.tensor([LEFT])
+        try:
+            self.group.allreduce([vote], LARGEST).wait(timedelta(seconds=LEAVE_S))
+        except RuntimeError as error:
+            raise RuntimeError(APART) from error
 
     def close(self) -> None:
         """Waits for the votes that were not counted. Every rank must call it."""

@@ -70,6 +70,14 @@ class StopController:
         self.runtime.stopping.told = True  # that it will stop is no news any more
         return self.runtime.stopped
 
+    def leave(self, step: int) -> None:
+        """Agrees that the loop has ended on all ranks, where that was neither the last step nor a
+        vote. Raises RuntimeError, see StopVotes.leave.
+        """
+        if step < self.config.steps and not self.stops:
+            with self.runtime.phases.alone("leave the loop"):
+                self.votes.leave()
+
     def close(self) -> None:
         """Every rank must call it."""
         self.votes.close()
