@@ -126,9 +126,9 @@ def assigned(
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         if called(call) == "setattr" and len(call.args) == 3:
-            owner, written, value = call.args
+            owner, written, given = call.args
             name = written.value if isinstance(written, ast.Constant) else None
-            yield ast.unparse(owner), name if isinstance(name, str) else None, value
+            yield ast.unparse(owner), name if isinstance(name, str) else None, given
     if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
         return
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
