@@ -38,7 +38,7 @@ from spmdrl.distributed.nccl_rules import rules
 from spmdrl.distributed.nccl_rules.events import BOTH, Creation
 from spmdrl.distributed.nccl_rules.recorder import Recorder, watched_groups
 from spmdrl.distributed.placement import place, training_roles
-from spmdrl.distributed.signals import StopVotes
+from spmdrl.distributed.stop_votes import StopVotes
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import group_count, set_group_count
 from spmdrl.engines.megatron import parallel_state

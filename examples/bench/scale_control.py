@@ -56,7 +56,7 @@ from spmdrl.distributed.agreement import (
     parent,
 )
 from spmdrl.distributed.faults.watchdog import PERIOD_S, Watchdog
-from spmdrl.distributed.signals import StopVotes
+from spmdrl.distributed.stop_votes import StopVotes
 from spmdrl.distributed.topology import LAZY_GLOO, Topology
 from spmdrl.training.batch_exchange import P2PChannel
 

@@ -16,10 +16,13 @@ from spmdrl.algo.correction import MISMATCH_SUMS
 from spmdrl.config import require
 from spmdrl.types import Batch
 
-TAKEN = frozenset({  # metrics that the step itself writes for every loss
+TAKEN = frozenset({  # metrics of a step that are no loss's own
     "loss", "loss_sum", "grad_norm", "lr", "entropy", "ppo_kl", "ref_kl", "ratio_max",
-    "rollout_kl", "logprob_diff_mean", "logprob_diff_max",
+    "rollout_kl", "logprob_diff_mean", "logprob_diff_max", "kl_coef", "entropy_coef",
     "rejected", "correction_weight", "off_policy_masked", "ref_kl_cut", *MISMATCH_SUMS,
+    "off_policy_prob", "off_ratio_mean", "distillation_loss", "distillation_clamped",
+    "teacher_mass", "student_mass", "mtp_loss", "mtp_grad_norm", "router_aux_loss",
+    "skipped_updates",
 })  # fmt: skip
 
 
@@ -53,8 +56,8 @@ def checked_loss(
         require_shape(f"{where}, as losses,", losses, logprobs.shape, "(num_tokens,)")
         for key, value in metrics.items():
             require(isinstance(key, str), f"{where}: the name {key!r} of a metric is no text")
-            require(key not in TAKEN, f"{where}: every run has a metric actor/{key} of its own; "
-                    "give yours another name")  # fmt: skip
+            require(key not in TAKEN, f"{where}: actor/{key} is a metric of a run's own; give "
+                    "yours another name")  # fmt: skip
             if not torch.is_tensor(value) or value.ndim > 0:  # one number is every token's
                 require_shape(
                     f"{where}, as the metric {key!r},", value, logprobs.shape, "(num_tokens,)"
@@ -69,6 +72,12 @@ def checked_aggregation(function: Callable[..., Any]) -> Callable[..., Tensor]:
         weights = function(mask, seq_lens, counts, norm_length)
         where = f"algo.aggregation: {name_of(function)}"
         require_shape(where, weights, mask.shape, "(num_tokens,)")
+        wrong = weights[(mask == 0) & (weights != 0)]
+        require(
+            not len(wrong), f"{where} gave a weight to {len(wrong)} masked tokens, the first of "
+            f"them {wrong[:1].tolist()}: prompts and what tools say would be trained on. Multiply "
+            "the weights by the mask",
+        )  # fmt: skip
         return weights
 
     return aggregation

@@ -103,7 +103,7 @@ def visuals_of(row: dict[str, Any], folder: Path, video_key: str) -> tuple[Visua
 def prompt_key_of(row: dict[str, Any], config: DataConfig) -> str:
     """Returns the column of the config; where a row has none of the default's name, OpenRLHF's."""
     key = config.prompt_key
-    if key != DataConfig.prompt_key or key in row or row.get("instruction") is not None:
+    if key != DataConfig.prompt_key or any(row.get(k) is not None for k in (key, "instruction")):
         return key
     found = [name for name in PROMPTS if row.get(name) is not None]
     return found[0] if len(found) == 1 else key

@@ -73,6 +73,8 @@ class SftExample:
         return [(bool(learnt), [token for _, token in run]) for learnt, run in runs]
 
 
+ANSWERS = ("completion", "output")  # TRL, OpenRLHF
+
 # A data set with at most so many tokens is kept once it is encoded: some 50 MiB on each rank.
 KEPT_TOKENS = 1 << 20
 
@@ -114,7 +116,7 @@ class SftDataset:
         """
         require_eos(tokenizer)
         keys = (config.prompt_key, config.response_key, "messages")
-        others = ("completion", "input", "output", "instruction", *SOURCES)
+        others = (*ANSWERS, "input", "instruction", *SOURCES)
         columns = (*columns_at(*keys), *others, "images", "image", config.video_key, "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
         written = None if vision is None else vision.family.text
@@ -236,6 +238,7 @@ class SftReader:
 
     def read(self, row: dict[str, Any], folder: Path) -> TokenisedRow:
         """folder: of the file. Raises BadRow, ConfigError."""
+        row = in_its_form(row, self.config.response_key)
         images = self.images(row, folder)
         prompt, response = self.asked_and_said(row)
         if response is not None:
@@ -276,6 +279,7 @@ class SftReader:
 
     def left_out(self, row: dict[str, Any], images: Sequence[Visual]) -> set[str]:
         """Names of what the row holds and its text does not. Raises BadRow, ConfigError."""
+        row = in_its_form(row, self.config.response_key)
         chat, response = self.asked_and_said(row)
         if isinstance(chat, str):
             return set()
@@ -354,6 +358,16 @@ class SftReader:
         )  # fmt: skip
 
 
+def in_its_form(row: dict[str, Any], response_key: str) -> dict[str, Any]:
+    """Returns the row without the answers' columns of rows that are written in another way: Parquet
+    has each row's columns in all others, with null. A row without any answer is left as it is.
+    """
+    names = (response_key, "messages", *ANSWERS)
+    if all(lookup(row, name) in (None, MISSING) for name in names):
+        return row
+    return {key: value for key, value in row.items() if value is not None or key not in names}
+
+
 def messages_of(row: dict[str, Any], parts: bool) -> list[dict[str, Any]]:
     """parts: contents may be lists of them; the assistant's become text. Raises BadRow."""
     chat = row["messages"]
@@ -387,7 +401,8 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
 
 def prompt_column(row: dict[str, Any], config: SftDataConfig) -> str:
     """Returns the column of the config; where a row has none of the default's name, `input`."""
-    has_own = config.prompt_key != SftDataConfig.prompt_key or config.prompt_key in row
+    has_own = row.get(config.prompt_key) is not None
+    has_own |= config.prompt_key != SftDataConfig.prompt_key
     return config.prompt_key if has_own else "input"
 
 

@@ -7,6 +7,7 @@ which of these broke.
 from __future__ import annotations
 
 import secrets
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,23 @@ def announce_starts(hear: Callable[[Any, Any], None]) -> None:
         return _start_workers(agent, group)
 
     replaced: Any = LocalElasticAgent
+    replaced._start_workers = start
+
+
+def block_signal_in_ranks(number: signal.Signals) -> None:
+    """Has every agent start its ranks with the signal blocked: it waits until they unblock it.
+    Replaces LocalElasticAgent._start_workers.
+    """
+    replaced: Any = LocalElasticAgent
+    start_before = replaced._start_workers  # announce_starts may have replaced it, too
+
+    def start(agent: Any, group: Any) -> Any:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [number])  # of this thread; a child inherits it
+        try:
+            return start_before(agent, group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+
     replaced._start_workers = start
 
 

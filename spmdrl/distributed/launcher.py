@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -28,12 +29,14 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main as torchrun
 
+from spmdrl import RUNS
 from spmdrl.distributed import elastic_compat
 from spmdrl.distributed import exit as exits
 from spmdrl.distributed.exit import BAD_CONFIG, FAILED, INTERRUPTED, REQUEUE
 from spmdrl.distributed.faults.network import address_towards, addresses_of, interface_of
 from spmdrl.distributed.faults.rendezvous import owner_of, reason_of
 from spmdrl.distributed.membership import RENDEZVOUS, Membership, forget_other_job
+from spmdrl.distributed.signals import STOPPING
 
 FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 HEAD_S = 600.0  # as long as torchrun waits for the nodes to meet
@@ -124,11 +127,19 @@ class Watch:
                 gone_at = time.monotonic()
             elif time.monotonic() - gone_at > HELD_UP_S:
                 say("all ranks here have ended, and the rendezvous does not answer")
-                if self.membership is not None:
-                    self.membership.close()
-                if self.folder is not None:
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                self._clean_up()
                 os._exit(next((code for code in FINAL if code in codes), FAILED))
+
+    def quit(self, why: str, code: int) -> None:
+        """Ctrl-C before torchrun listens for it: while hosts meet."""
+        say(f"stopped by {why}")
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        if self.membership is not None:
+            self.membership.close()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def exit_status(pid: int) -> int | None:
@@ -227,6 +238,12 @@ def why_not_elastic(arguments: list[str]) -> str:
         f"{options.rdzv_backend} cannot do: add --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
         "--rdzv-id NAME, the same on each host, or give one number of hosts"
     )
+
+
+def listens_at_once(arguments: list[str]) -> bool:
+    """Whether the ranks are a program that listens for Ctrl-C as soon as Python has started."""
+    options = elastic_compat.parse_options(arguments)
+    return options.module and options.training_script in [f"spmdrl.{run}" for run in RUNS]
 
 
 def be_quiet() -> None:
@@ -348,6 +365,8 @@ def main(arguments: list[str] | None = None) -> int:
         say(problem)
         return BAD_CONFIG
     watch = Watch()
+    STOPPING.shares = True  # torchrun tells the ranks of a signal, once it has any
+    STOPPING.on_quit = watch.quit
     elastic_compat.replace_monitor(watch)
     elastic_compat.replace_free_port(HeldPorts())
     elastic_compat.tell_hosts_that_are_not_needed()
@@ -358,12 +377,17 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         with own_folder(watch), member_of_job(arguments, watch):
+            if listens_at_once(arguments):
+                elastic_compat.block_signal_in_ranks(signal.SIGINT)
             torchrun([*meet_other_nodes(arguments), *arguments])
     except ChildFailedError as error:
         if told := told_of(error.failures):
             say(told)
         return exit_code_of(error.failures)
     except SignalException as error:
+        for rank in psutil.Process().children():  # torchrun has lost those that it was starting
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(error.sigval)
         return watch.code_after(error.sigval)
     except RendezvousError as error:
         say(why_not_met(error, watch, arguments))

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from spmdrl.cli.hub_names import name_of
-
 T = TypeVar("T")
 
 TICK_S = 0.5  # between two looks of the thread
@@ -303,6 +301,8 @@ PROGRESS = Progress()
 
 def model_text(model: str) -> str:
     """A model's name or folder, and the size of its weights where it is a folder."""
+    from spmdrl.cli.hub_names import name_of  # not at the top: the config comes with it
+
     size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
     name = name_of(model) or model
     if size >= 1e9:

@@ -3,7 +3,8 @@
 SIGINT (Ctrl-C), SIGTERM (torchrun, Slurm, Kubernetes) and SIGUSR1 (what sbatch --signal sends ahead
 of a time limit) are noted by a thread, since the main one may be blocked in a collective, and
 Python runs its handlers there only. Ranks hear of a signal at different moments, or not at all:
-after each step they vote.
+after each step they vote (stop_votes.py). spmdrl/__init__.py has a program listen for SIGINT from
+its first moment on, so this imports neither torch nor the config.
 """
 
 from __future__ import annotations
@@ -13,26 +14,16 @@ import select
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
-
-import torch
-import torch.distributed as dist
 
 from spmdrl.distributed.exit import INTERRUPTED, REQUEUE, leave
 from spmdrl.distributed.progress import PROGRESS
-from spmdrl.distributed.topology import Topology, new_group
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
 WORD_S = 4.0  # for the other ranks to hear why this one leaves
 TOLD_S = 2.0  # torchrun's SIGTERM may be its answer to a rank that died, which a watchdog tells of
-# what a rank may wish: an end in order, to start again with other hosts; an end in order; that all
-# hear what failed
-REGROUP, STOP, BROKEN = 1, 2, 3
-LARGEST = dist.AllreduceOptions()
-LARGEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
 
 class Stopping:
@@ -51,15 +42,22 @@ class Stopping:
         self.asked: str | None = None  # the first signal's name
         self.asked_at = 0.0
         self.told = False
+        self.listener = 0  # the process that listens; a fork of it does not
+        self.shares = False  # a signal that another handler has taken is that handler's
 
-    def listen(self) -> None:
-        """Takes the process's signals: a program's business, not a library's."""
-        self.pipe, self.inlet = os.pipe()
-        os.set_blocking(self.inlet, False)
-        for number in SIGNALS:
+    def listen(self, signals: Iterable[signal.Signals] = SIGNALS) -> None:
+        """Takes the process's signals: a program's business, not a library's. Later calls take
+        further ones.
+        """
+        if self.listener != os.getpid():
+            self.listener = os.getpid()
+            self.pipe, self.inlet = os.pipe()
+            os.set_blocking(self.inlet, False)
+            signal.set_wakeup_fd(self.inlet, warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        for number in signals:
             signal.signal(number, _noted)
-        signal.set_wakeup_fd(self.inlet, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])  # launcher.py blocks one
 
     def arm(self, grace_s: float) -> None:
         """Lets a signal leave the run `grace_s` to end its step and save, from now on; 0: none."""
@@ -71,7 +69,7 @@ class Stopping:
         while True:
             ready = poll.poll(200)
             for number in os.read(self.pipe, 64) if ready else b"":
-                if number in SIGNALS:
+                if number in SIGNALS and not self._is_anothers(number):
                     self._on(signal.Signals(number))
             since = time.monotonic() - self.asked_at
             if not self.asked:
@@ -85,6 +83,9 @@ class Stopping:
                 self.told = True
                 say(f"{self.asked}: the run stops after this step, with a checkpoint, "
                     f"within {self.grace_s:g} s; once more, and it stops now")  # fmt: skip
+
+    def _is_anothers(self, number: int) -> bool:
+        return self.shares and signal.getsignal(number) is not _noted
 
     def _on(self, number: signal.Signals) -> None:
         if self.asked is None:
@@ -121,37 +122,4 @@ def _noted(_signal: int, _frame: Any) -> None:
     """Python's own handler has nothing to do: the thread has read of the signal."""
 
 
-class StopVotes:
-    """Agrees on the last step without making ranks that work ahead wait for the others.
-
-    The vote that is cast at the end of a step is counted `lag` steps later, when every rank must
-    have come that far anyway; so all hear the same at the same step.
-    """
-
-    def __init__(self, topology: Topology, lag: int) -> None:
-        """topology: of all ranks. Collective."""
-        self.lag = lag
-        # of its own: votes that wait for slow ranks would hold up what else goes over a group
-        self.group: Any = new_group(topology.ranks, "gloo")
-        # a ring whose ranks are connected before a vote may be under way while others do something
-        # else: to connect takes the store, which a rank may be waiting in
-        self.group.allreduce([torch.zeros(1, dtype=torch.int64)], LARGEST).wait()
-        self.votes: deque[tuple[torch.Tensor, Any]] = deque()
-
-    def agree(self, wish: int) -> int:
-        """The largest of what the ranks wished `lag` calls ago; 0 before. Every rank must call it.
-
-        wish: 0, REGROUP, STOP or BROKEN.
-        """
-        vote = torch.tensor([wish])
-        self.votes.append((vote, self.group.allreduce([vote], LARGEST)))
-        if len(self.votes) <= self.lag:
-            return 0
-        vote, work = self.votes.popleft()
-        work.wait()
-        return int(vote.item())
-
-    def close(self) -> None:
-        """Waits for the votes that were not counted. Every rank must call it."""
-        for _, work in self.votes:
-            work.wait()
+STOPPING = Stopping()  # of a program

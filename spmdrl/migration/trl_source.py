@@ -99,33 +99,48 @@ def adapter(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_later(tree: ast.Module, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Gives (setting, value, "") for `args.NAME = value` behind `args = GRPOConfig(...)`, or behind
-    TrlParser's `_, training_args, _ = ...`, and (statement, None, what to do) where that stands
-    below an `if` or in a loop.
+    """Gives (setting, value, "") for `args.NAME = value` or `setattr(args, "NAME", value)` behind
+    `args = GRPOConfig(...)`, or behind TrlParser's `_, training_args, _ = ...`, and (statement,
+    None, what to do) where that stands below an `if` or in a loop, or the name is computed.
     """
     kinds: dict[str, str] = {}  # of variables, by the call that made them
     for _, statement, decided in statements(tree.body):
-        if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            continue
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        for target in targets:
-            value = statement.value
-            if isinstance(target, ast.Name) and isinstance(value, ast.Call):
-                kinds[target.id] = called(value)
-            parsed = isinstance(value, ast.Call) and called(value) in PARSED
-            if parsed and isinstance(target, ast.Tuple):  # script_args, training_args, ... in TRL
-                kinds["training_args"] = "GRPOConfig"
-            if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Name):
+        for owner, name, value in assigned(statement, kinds):
+            kind = kinds.get(owner)
+            if kind not in ("GRPOConfig", "LoraConfig"):
                 continue
-            kind = kinds.get(target.value.id)
-            if kind not in ("GRPOConfig", "LoraConfig") or value is None:
-                continue
-            if not decided or isinstance(statement, ast.AugAssign):
+            if not decided or name is None or isinstance(statement, ast.AugAssign):
                 yield shown(ast.unparse(statement)), None, "not taken: the script decides it"
                 continue
-            given = {target.attr: value_of(value, defaults)}
+            given = {name: value_of(value, defaults)}
             named = given if kind == "GRPOConfig" else adapter(given)
             yield from ((name, found, "") for name, found in named.items())
+
+
+def assigned(
+    statement: ast.stmt, kinds: dict[str, str]
+) -> Iterator[tuple[str, str | None, ast.expr]]:
+    """Gives (variable, attribute, value) for what a statement sets of variables; None: a name that
+    is computed. Writes into `kinds` which call has made a variable.
+    """
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        call = statement.value
+        if called(call) == "setattr" and len(call.args) == 3:
+            owner, written, given = call.args
+            name = written.value if isinstance(written, ast.Constant) else None
+            yield ast.unparse(owner), name if isinstance(name, str) else None, given
+    if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        return
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    for target in targets:
+        value = statement.value
+        if isinstance(target, ast.Name) and isinstance(value, ast.Call):
+            kinds[target.id] = called(value)
+        parsed = isinstance(value, ast.Call) and called(value) in PARSED
+        if parsed and isinstance(target, ast.Tuple):  # script_args, training_args, ... in TRL
+            kinds["training_args"] = "GRPOConfig"
+        if isinstance(target, ast.Attribute) and value is not None:
+            yield ast.unparse(target.value), target.attr, value
 
 
 def unread(node: ast.Call) -> Iterator[tuple[str, str]]:

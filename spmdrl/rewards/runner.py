@@ -26,11 +26,11 @@ from spmdrl.config import ConfigError, PpoConfig, RewardConfig, RewardFn, Sandbo
 from spmdrl.data.visuals import Video
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
-from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
+from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, agent, graded_math, gsm8k, math
 from spmdrl.rewards.sandbox.remote import check_remote
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.pool import innermost
-from spmdrl.rewards.workers.worker import RewardResult, image_part
+from spmdrl.rewards.workers.worker import REWARD_FUNCTION, RewardResult, image_part
 from spmdrl.types import Picture
 
 if TYPE_CHECKING:
@@ -177,6 +177,8 @@ class RewardRunner:
             if is_late(outcome) and innermost(reward.function) in LATE_IS_WRONG:
                 outcome = RewardResult(0.0, {"not_compared": 1.0}, None, "")
             sample.reward, sample.invalid = outcome.reward, outcome.invalid
+            if sample.invalid is not None and innermost(reward.function) is agent:
+                sample.invalid = sample.invalid.replace(REWARD_FUNCTION, "the agent", 1)
             sample.reward_info, sample.pred = outcome.info, outcome.pred
             sample.turn_rewards = outcome.turns or []
             scored(sample)
@@ -200,13 +202,13 @@ def with_turns(outcome: RewardResult, num_turns: int, per_turn: bool) -> RewardR
         return outcome
     if not per_turn:
         return RewardResult.failed(
-            "the reward function returned 'turns', and rewards.per_turn is False: set it to True, "
+            f"{REWARD_FUNCTION} returned 'turns', and rewards.per_turn is False: set it to True, "
             "or give that entry another name"
         )  # fmt: skip
     got = "no list" if outcome.turns is None else f"a list of {len(outcome.turns)}"
     if outcome.turns is None or len(outcome.turns) != num_turns:
         return RewardResult.failed(
-            f"the reward function returned {got} under 'turns'; with rewards.per_turn expected a "
+            f"{REWARD_FUNCTION} returned {got} under 'turns'; with rewards.per_turn expected a "
             f"list of {num_turns}, one finite number for each turn of the policy's"
         )
     return outcome

@@ -123,6 +123,7 @@ def train(
             break
     savers.wait()
     run.catch_up(step)
+    ending.leave(step)  # raises where a `break` of yours has ended the loop on some ranks alone
     if not ending.stops:
         run.finish(log)
     ending.close()

@@ -35,7 +35,7 @@ from spmdrl.distributed.process import (
     start_process_group,
 )
 from spmdrl.distributed.progress import PROGRESS
-from spmdrl.distributed.signals import Stopping
+from spmdrl.distributed.signals import STOPPING, Stopping
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import default_store
 from spmdrl.rollout.build import shared_bytes
@@ -71,7 +71,7 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     PROGRESS.now("connecting the ranks")
     launched = "RANK" in os.environ
     prepare_environment()
-    stopping = Stopping()
+    stopping = STOPPING
     stopping.listen()
     neighbour = local_neighbour()
     run_dir = Path(config.run_dir)

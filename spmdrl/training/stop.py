@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmdrl.checkpoint.writer import Saver
 from spmdrl.config import RunConfig
-from spmdrl.distributed.signals import BROKEN, REGROUP, STOP, StopVotes
+from spmdrl.distributed.stop_votes import BROKEN, REGROUP, STOP, StopVotes
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.savers import Savers
 
@@ -69,6 +69,14 @@ class StopController:
         self.runtime.stopped = f"stopped after step {step} of {self.config.steps}; {rest}"
         self.runtime.stopping.told = True  # that it will stop is no news any more
         return self.runtime.stopped
+
+    def leave(self, step: int) -> None:
+        """Agrees that the loop has ended on all ranks, where that was neither the last step nor a
+        vote. Raises RuntimeError, see StopVotes.leave.
+        """
+        if step < self.config.steps and not self.stops:
+            with self.runtime.phases.alone("leave the loop"):
+                self.votes.leave()
 
     def close(self) -> None:
         """Every rank must call it."""

@@ -7,16 +7,19 @@ import pytest
 import reference
 import torch
 from golden_batches import batch_of, flat, random_trajectories
+from metric_pages import metric_rows
 
 from spmdrl.algo import kl, losses, objectives, selection
 from spmdrl.algo.advantages import Estimator, Outcomes, advantage_of, token_rewards
 from spmdrl.algo.correction import (
+    MISMATCH_SUMS,
     correction_weights,
     mismatch_metrics,
     mismatch_sums,
     rejection_keep,
     take_mismatch,
 )
+from spmdrl.algo.own_functions import TAKEN
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.types import Batch
@@ -555,7 +558,7 @@ def test_functions_of_the_users_take_the_place_of_names():
         ({"policy_loss": lambda new, old, mb: ((new * mb.loss_mask).sum(), {})},
          r"as losses, returned a tensor of shape \(\); .* \(num_tokens,\)"),
         ({"policy_loss": lambda new, old, mb: new}, "must return a pair: .* a Tensor"),
-        ({"policy_loss": lambda new, old, mb: (new, {"lr": new})}, "a metric actor/lr of its own"),
+        ({"policy_loss": lambda new, old, mb: (new, {"lr": new})}, "actor/lr is a metric of a run"),
         ({"policy_loss": lambda new, old, mb: (new, {"mine": 1.0})}, "metric 'mine', returned 1.0"),
         ({"policy_loss": lambda new, old, mb: (new, {3: new})}, "name 3 of a metric"),
         ({"kl_estimator": lambda p, q: (p - q).sum(), "kl_coef": 0.1}, r"tensor of shape \(\)"),
@@ -570,10 +573,26 @@ def test_what_functions_of_the_users_return_is_checked(chosen, message):
         objective(new, torch.zeros_like(new), batch)
 
 
+def test_the_names_that_a_loss_of_the_users_may_not_give_are_all_the_documented_ones():
+    """Whole runs are compared with these rows; those of losses and of each adapter are left out."""
+    named = {*losses.POLICY_LOSSES, *losses.PREFERENCE_LOSSES, "a loss of pairs",
+             "losses with a clip range"}  # fmt: skip
+    documented = {
+        name.removeprefix("actor/") for name, _, _, when, _ in metric_rows()
+        if name.startswith("actor/") and "<" not in name
+        and not any(loss == when or f"`{loss}`" in when for loss in named)
+    }  # fmt: skip
+    assert documented == TAKEN - {"loss_sum", *MISMATCH_SUMS}
+
+
 def test_other_functions_of_the_users_are_checked_too():
     aggregate = losses.aggregate_of(AlgoConfig(aggregation=lambda mask, *_: mask.sum()))
     with pytest.raises(ConfigError, match=r"algo.aggregation: .* tensor of shape \(\)"):
         aggregate(torch.ones(3), torch.tensor([3]), torch.ones(2), 12)
+    for weigh in (torch.ones_like, lambda mask: 1 / mask - 1, lambda mask: mask / mask):
+        aggregate = losses.aggregate_of(AlgoConfig(aggregation=lambda mask, *_, f=weigh: f(mask)))
+        with pytest.raises(ConfigError, match=r"gave a weight to 2 masked tokens, the first of"):
+            aggregate(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([3]), torch.ones(2), 12)
     seen = Outcomes(*[torch.ones(4)] * 7)
     estimate = advantage_of(AlgoConfig(advantage=lambda o: o.scores[:1]))
     with pytest.raises(ConfigError, match=r"algo.advantage: .* shape \(n,\), here \(4,\)"):

@@ -38,12 +38,12 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(params=["jsonl", "parquet"])
 def write(request, tmp_path):
-    def written(row: dict[str, Any]) -> str:
+    def written(*rows: dict[str, Any]) -> str:
         path = tmp_path / f"rows.{request.param}"
         if request.param == "parquet":
-            pq.write_table(pa.Table.from_pylist([row]), path)
+            pq.write_table(pa.Table.from_pylist(rows), path)
         else:
-            path.write_text(json.dumps(row) + "\n")
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(path)
 
     return written
@@ -143,6 +143,27 @@ def test_rows_to_learn_are_read_as_they_are(topology, tokenizer, write, name):
     texts = [tokenizer.decode(ids) for _, ids in data.example(0).parts()]
     assert texts == [given, learnt]
     assert len(data.batch([0]).token_ids) == len(data.example(0).token_ids)
+
+
+def test_rows_of_one_file_may_be_written_in_several_ways(topology, tokenizer, write):
+    """A row of Parquet has the columns of all others, with null; a line of JSON may have them."""
+    names = ["trl conversational", "verl", "openrlhf", "trl prompt-completion"]
+    rows = [LEARNT[name][0] for name in names]
+    columns = {column for row in rows for column in row}
+    path = write(*({column: row.get(column) for column in columns} for row in rows))
+    data = SftDataset.load(path, tokenizer, SftDataConfig(path), topology)
+    parts = [data.example(i).parts() for i in range(len(rows))]
+    texts = [tuple(tokenizer.decode(ids) for _, ids in each) for each in parts]
+    given = [LEARNT[name][1] for name in names[:3]]
+    assert texts == [*given, ("2+3=", "5<eos>")] and not data.measured.left_out
+    path = write({"prompt": "2+3?", "input": None}, {"prompt": None, "input": "2+4?"})
+    asked = PromptDataset.load(
+        path, tokenizer, DataConfig(path), topology, needs_truth=lambda source: False
+    )
+    assert [asked.prompt(i).text for i in range(2)] == ["2+3?", "2+4?"]
+    path = write({"prompt": "2+3?", "response": "5", "messages": None}, {"prompt": "2+4?"})
+    with pytest.raises(ConfigError, match=r"(line 2|row 1 .*): field 'response': .*'messages'"):
+        SftDataset.load(path, tokenizer, SftDataConfig(path), topology)
 
 
 @pytest.mark.parametrize(

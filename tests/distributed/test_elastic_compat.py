@@ -47,13 +47,13 @@ def torchrun_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def launch(command: str, max_restarts: int = 0) -> None:
+def launch(command: str, max_restarts: int = 0, shell: str = "/bin/sh") -> None:
     """Runs a shell command as two ranks of an elastic agent in this process."""
     config = LaunchConfig(
         1, 1, 2, run_id="compat", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         max_restarts=max_restarts, monitor_interval=0.1,
     )  # fmt: skip
-    launch_agent(config, "/bin/sh", ["-c", command])
+    launch_agent(config, shell, ["-c", command])
 
 
 @pytest.mark.programs
@@ -150,6 +150,22 @@ def test_torchrun_still_tells_when_hosts_have_met_and_ranks_are_stopped(tmp_path
     (first, name), stop, (second, same), again, (third, _) = heard
     assert [first, second, third] == [0, 1, 2] and name == same and len(name) == 16
     assert stop == again == "stop"
+
+
+@pytest.mark.programs
+def test_torchrun_still_starts_ranks_from_the_thread_that_blocks_a_signal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    heard = []
+    elastic_compat.announce_starts(lambda agent, group: heard.append(agent))
+    elastic_compat.block_signal_in_ranks(signal.SIGINT)
+    monkeypatch.chdir(tmp_path)
+    program = "import os, shutil; shutil.copy('/proc/self/status', os.environ['RANK'])"
+    launch(program, shell=sys.executable)  # a shell may clear what is blocked
+    status = [Path(tmp_path, rank).read_text() for rank in "01"]
+    blocked = [int(text.partition("SigBlk:")[2].split()[0], 16) for text in status]
+    assert [mask >> (signal.SIGINT - 1) & 1 for mask in blocked] == [1, 1] and len(heard) == 1
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 @pytest.mark.programs

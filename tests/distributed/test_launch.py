@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -64,6 +65,64 @@ def test_what_is_said_is_the_ranks_own_word(tmp_path, how, code, said):
     assert (tmp_path / "tempdir").read_text() == f"{tmp_path / 'tmp'}\n"  # of a rank: the user's
     # the launcher was itself in a rank of another job
     assert not set(outer) & set((tmp_path / "environment").read_text().split())
+
+
+SLEEPS = """
+import os, time
+open("there_" + os.environ.get("RANK", ""), "w").close()
+time.sleep(60)
+"""
+
+
+def interrupted(folder: Path, there: list[str], *command: str) -> tuple[int, list[str]]:
+    """Sends Ctrl-C, as a terminal does, once these files are there: the exit code, and the lines of
+    the program and its ranks, less those that tell what it does.
+    """
+    program = subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=folder, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    end = time.monotonic() + 60
+    while not all((folder / name).exists() for name in there):
+        assert program.poll() is None and time.monotonic() < end, program.communicate()
+        time.sleep(0.02)
+    os.killpg(program.pid, signal.SIGINT)
+    said, _ = program.communicate(timeout=30)  # until the last of its processes has ended
+    doing = ("spmdrl: starting the processes", "spmdrl: reading cfg.py")
+    told = [line for line in said.splitlines() if line and not line.startswith(doing)]
+    return program.returncode, told
+
+
+CATCHES = """
+import time
+try:
+    open("there_", "w").close()
+    time.sleep(60)
+except BaseException:
+    pass
+"""
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("command", [
+    ("spmdrl.launch", "--nproc-per-node", "2", "-m", "spmdrl.ppo", "--config", "cfg.py"),
+    ("spmdrl.ppo", "--config", "cfg.py"),
+    ("spmdrl.sft", "--config", "cfg.py", "--dry-run"),
+])  # fmt: skip
+def test_ctrl_c_is_one_line_while_torch_is_imported(tmp_path, command):
+    """In an import KeyboardInterrupt is a traceback, or is caught by what is imported and lost."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(CATCHES)
+    (tmp_path / "cfg.py").write_text("import torch")
+    assert interrupted(tmp_path, ["there_"], *command) == (130, ["spmdrl: stopped by SIGINT"])
+
+
+@pytest.mark.ranks
+def test_ctrl_c_is_one_line_while_ranks_start(tmp_path):
+    (tmp_path / "cfg.py").write_text(SLEEPS)
+    command = ["--nproc-per-node", "2", "-m", "spmdrl.ppo", "--config", "cfg.py"]
+    found = interrupted(tmp_path, ["there_0", "there_1"], "spmdrl.launch", *command)
+    assert found == (130, ["spmdrl: stopped by SIGINT"])
 
 
 @pytest.mark.ranks

@@ -50,6 +50,12 @@ def check(t: Translation, fields: dict[str, Any], noted: tuple[str, ...] = ()) -
          "if x:\n    args.temperature = 0.5",
          {"actor.optim.lr": 3e-6, "algo.kl_coef": None, "rollout.temperature": None},
          ("beta=f(1)", "args.num_iterations += 1", "args.temperature = 0.5")),
+        ("learning_rate=1e-5",
+         "setattr(args, 'learning_rate', 3e-6)\nsetattr(other, 'beta', 0.5)\n"
+         "for k in given:\n    setattr(args, k, 1)\nsetattr(args, name, 2)\n"
+         "if x:\n    setattr(args, 'temperature', 0.5)",
+         {"actor.optim.lr": 3e-6, "algo.kl_coef": None, "rollout.temperature": None},
+         ("setattr(args, k, 1)", "setattr(args, name, 2)", "setattr(args, 'temperature', 0.5)")),
         ("report_to=where(), use_liger_kernel=False", "", {"trackers": ("tensorboard",)},
          ("report_to=where()",)),
         ("optim=OptimizerNames.ADAMW_8BIT, lr_scheduler_type=transformers.SchedulerType.COSINE", "",

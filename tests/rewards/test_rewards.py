@@ -68,6 +68,16 @@ def returned() -> list[Sample]:
     return run(reward, [sample("", extra={"i": i}) for i in range(len(RETURNS))])
 
 
+def test_what_an_agent_returned_is_said_to_be_the_agents():
+    samples = [
+        dataclasses.replace(sample(""), agent_output=value) for value in (None, {"turns": [1.0]}, 2)
+    ]
+    none, turns, number = run("agent", samples)
+    assert none.invalid.startswith("the agent returned None; expected a finite number, or a dict")
+    assert turns.invalid.startswith("the agent returned 'turns', and rewards.per_turn is False")
+    assert (number.reward, number.invalid) == (2.0, None)
+
+
 @pytest.mark.parametrize("i", range(len(RETURNS)))
 def test_returned_value(returned, i):
     _, reward, words = RETURNS[i]

@@ -22,7 +22,8 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.distributed.elastic_job import ElasticJob
-from spmdrl.distributed.signals import REGROUP, STOP, Stopping
+from spmdrl.distributed.signals import Stopping
+from spmdrl.distributed.stop_votes import REGROUP, STOP
 from spmdrl.training import dry_run, elastic, stop, supervised
 from spmdrl.training.checks.rl import require_sound
 from spmdrl.training.elastic import SizeChange, check_memory_room, check_sizes

@@ -93,6 +93,36 @@ def shows_steps_apart(trace):
         ended = evaluated[-1][3]
 
 
+BREAKS = """
+import inspect
+from spmdrl.distributed import stop_votes
+from spmdrl.distributed.collectives import broadcast_object
+from spmdrl.training import loop
+stop_votes.LEAVE_S = 1.0
+loop.broadcast_object = broadcast_object
+vote = "        ending.vote(step)\\n"
+source = inspect.getsource(loop.train)
+exec(source.replace(vote, vote + "        if {condition}: break\\n"), vars(loop))
+config = PpoConfig("""
+METRIC = "metrics.get('reward/mean') is not None and step == 2"
+SHARED = f"broadcast_object({METRIC}, runtime.topology.control, run.state.log_rank)"
+
+
+@pytest.mark.parametrize("condition", [METRIC, SHARED], ids=["a metric", "shared"])
+def test_a_break_in_the_loop_is_for_all_ranks(folder, condition):
+    """Those that only sample have no metrics."""
+    text = ALL_ROLES.replace("config = PpoConfig(", BREAKS.format(condition=condition), 1)
+    Path(folder, "breaks.py").write_text(text)
+    done = train(
+        folder, 2, "--config", "breaks.py", "--steps", "9", "--run_dir", "breaks", "--eval_every",
+        "0", "--placement", '{"actor":"0","rollout":"1"}',
+    )  # fmt: skip
+    assert [row["step"] for row in metrics_of(folder / "breaks")] == [0, 1]
+    assert done.code == (1 if condition == METRIC else 0), done.output[-4000:]
+    told = "failed in phase 'leave the loop': RuntimeError: a `break` has ended the training loop"
+    assert (told in done.output) == (condition == METRIC), done.output[-4000:]
+
+
 def test_who_waits_is_not_said_to_work(folder):
     """A rank that scores alone, and an actor that is done long before the critic."""
     slow = ALL_ROLES.replace(

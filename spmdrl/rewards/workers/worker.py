@@ -47,6 +47,7 @@ KINDS_OF_IMAGES = (
 )  # fmt: skip
 IMAGE_HEADS = tuple(head for head, kind in KINDS_OF_IMAGES if kind != "bmp")
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # of Pillow, that a PNG keeps
+REWARD_FUNCTION = "the reward function"  # how the reason of a bad return begins
 LARGEST = 1e30  # of a reward: what is larger overflows float32 on its way into a loss
 
 
@@ -212,14 +213,14 @@ def to_text(value: Any) -> str | None:
 
 def not_valid(what: str) -> RewardResult:
     return RewardResult.failed(
-        f"the reward function {what}; expected a finite number, or a dict with a finite number "
+        f"{REWARD_FUNCTION} {what}; expected a finite number, or a dict with a finite number "
         "under 'score'; with rewards.per_turn a dict with a list of them under 'turns'"
     )
 
 
 def not_turns(what: str) -> RewardResult:
     return RewardResult.failed(
-        f"the reward function {what}; expected a list of finite numbers, one for each turn of the "
+        f"{REWARD_FUNCTION} {what}; expected a list of finite numbers, one for each turn of the "
         "policy's, with rewards.per_turn=True, and no such entry without"
     )
 
