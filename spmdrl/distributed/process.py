@@ -148,7 +148,10 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
         check_no_gpu_is_left_out()
-        map_large_tensors()
+        # What is made before the first step (weights, moments, the engine) stays as long as the
+        # run. It must not lie among what comes and goes in a step, which would then leave holes
+        # between.
+        set_malloc(M_MMAP_THRESHOLD, LARGE_BYTES)
         record_collectives_if_asked()
         dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
         connect()
@@ -177,15 +180,6 @@ def connect() -> None:
     """
     assert dist.group.WORLD is not None
     lowest(0, dist.group.WORLD)
-
-
-def map_large_tensors() -> None:
-    """Gives each large tensor a mapping of its own, on the CPU. To be called at the start.
-
-    What is made before the first step (weights, moments, the engine) stays as long as the run. It
-    must not lie among what comes and goes in a step, which would then leave holes between.
-    """
-    set_malloc(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def keep_freed_memory() -> None:

@@ -18,7 +18,6 @@ from spmdrl.config import KeepSamplesConfig, PpoConfig, SamplerConfig, require
 from spmdrl.data.image_limits import ImageLimits
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.prompt_sampler import PromptSampler
-from spmdrl.data.prompt_stats import is_tracked
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.source_adapters import adapter_routes_of, check_adapter_sources
 from spmdrl.distributed.agreement import broadcast_from_first
@@ -63,7 +62,7 @@ from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay.keeper import SampleKeeper
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.roles import Roles, Sampler, Trainer
-from spmdrl.training.run_images import batch_images, shows_more_images, with_replies
+from spmdrl.training.run_images import batch_images, with_replies
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.teacher_endpoint import connect_teachers, endpoints_of
@@ -246,6 +245,8 @@ def build_roles(
 ) -> Roles:  # fmt: skip
     """Puts together all that a step works with. Collective."""
     replays = config.actor.router_replay is not None
+    # replies, or agents' messages, may show images that are not the data's
+    replies_show = bool(config.multi_turn.max_images or config.agents.max_images)
     return Roles(
         config, runtime.topology, topologies.sampling, topologies.training, weights.topology,
         runtime.phases, P2PChannel(runtime.topology), tokenizer, sampler, weights,
@@ -256,7 +257,7 @@ def build_roles(
         replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
         leftover=leftover_of(config),
         routing=routing_of(load_hf_config(config.model)) if replays else None,
-        reply_images=images if shows_more_images(config) else None,
+        reply_images=images if replies_show else None,
         hints=hints_of(prompts, images), routes=routes_of(config, prompts),
         adapter_routes=adapter_routes_of(config.actor.lora, prompts.data_source),
         teachers={name: each for name, each in trainers.items() if name.startswith(TEACHERS)},
@@ -330,7 +331,8 @@ def load_prompts(
 def load_train(config: PpoConfig, tokenizer: Any, topology: Topology) -> PromptDataset:
     """The prompts to train on. Collective."""
     sampler = config.data.sampler
-    tracked = sampler if is_tracked(sampler) else None
+    # success rates are kept where any field of the group is set
+    tracked = sampler if sampler != SamplerConfig() else None
     longest = config.rollout.max_tokens if config.algo.demonstrations else 0
     dataset = load_dataset(
         config.data.train, config, tokenizer, topology, "", tracked, longest, hinted=True

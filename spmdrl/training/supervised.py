@@ -43,7 +43,7 @@ from spmdrl.engines.base import LossFn, TrainEngine
 from spmdrl.engines.build import build_engine
 from spmdrl.engines.hf_export import beside, write_weights
 from spmdrl.engines.stored_dtype import DTYPES
-from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
+from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.hub.mtp_layers import MtpTensors, num_mtp_layers
 from spmdrl.training import loop
 from spmdrl.training.checks.describe import describe_supervised
@@ -214,7 +214,7 @@ def load_data(
         own["vision"] = ImageProcessor.load(config.model, hf, DataConfig(""))
     load = partial(
         task.load, tokenizer=tokenizer, config=data, topology=topology,
-        vocab_size=vocab_size_of(config.model), **own,
+        vocab_size=load_hf_config(config.model).get_text_config().vocab_size, **own,
     )  # fmt: skip
     rows = load(data.train)
     held_out = None

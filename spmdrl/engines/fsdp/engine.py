@@ -40,7 +40,7 @@ from spmdrl.engines.fsdp.sharding import (
     all_passes,
     clip_gradients,
     layers_resharded,
-    reshard_root,
+    root_of,
     set_replica_sync,
 )
 from spmdrl.engines.fsdp.source_adapters import clip_each, loss_tokens
@@ -160,7 +160,9 @@ class FsdpEngine:
         for mb, values in found if own.num_tokens else ():  # on the rank that asked
             rows = token_rows(own, mb.seqs)
             result[:, rows] = values.cpu()[:, : len(rows)]
-        reshard_root(self.module)  # it keeps its full weights for a backward pass that never is
+        root = root_of(self.module)
+        if root is not None:
+            root.reshard()
         return result
 
     def record_pass(self, batch: Batch, rows: Tensor, temperature: float) -> RecordedPass:

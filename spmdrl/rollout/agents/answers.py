@@ -63,10 +63,6 @@ class Answers:
         return sum(len(choice.completion.token_ids) for choice in self.choices)
 
 
-def new_id() -> str:
-    return secrets.token_hex(12)
-
-
 def call_ids_of(message: Message) -> tuple[str, ...]:
     """Returns new ids for the tool calls of a message."""
     return tuple(f"call_{secrets.token_hex(8)}" for _ in message.get("tool_calls", ()))
