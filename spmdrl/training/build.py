@@ -151,8 +151,9 @@ def build(
         dialogue, agents = build_turns(config, tokenizer, topologies.rollout, looks, undo)
     with phases("plan weights"):
         weights = plan_weights(config, placement, topologies, trainers["actor"], rollout)
+        static = config.rollout.static_split
         sampler = Sampler(
-            topologies.rollout, build_scheduler(config, rollout, topologies.rollout),
+            topologies.rollout, Scheduler(rollout, topologies.rollout, static) if rollout else None,
             topologies.scoring, rewards, reward_model, dialogue, agents, judge,
         )  # fmt: skip
         roles = build_roles(
@@ -229,13 +230,6 @@ def plan_weights(
         actor.engine, actor.topology, rollout, topologies.rollout, config.rollout.dtype,
         config.weights, topologies.weights, in_place=weights_stay(config, placement),
     )  # fmt: skip
-
-
-def build_scheduler(
-    config: PpoConfig, rollout: RolloutEngine | None, ranks: Topology
-) -> Scheduler | None:
-    """Builds what deals prompts to the engines, `ranks` being theirs. Collective over these."""
-    return Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
 
 
 def build_roles(
