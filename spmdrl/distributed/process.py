@@ -152,7 +152,11 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
         # run. It must not lie among what comes and goes in a step, which would then leave holes
         # between.
         set_malloc(M_MMAP_THRESHOLD, LARGE_BYTES)
-        record_collectives_if_asked()
+        # the recorder, which changes torch.distributed, is imported only then
+        if RECORDS in os.environ:
+            from spmdrl.distributed.nccl_rules.recorder import record
+
+            record()
         dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
         connect()
         return torch.device("cpu")
@@ -162,16 +166,6 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **met)
     connect()
     return device
-
-
-def record_collectives_if_asked() -> None:
-    """Has this rank write down its collectives where its environment has SPMDRL_NCCL_RECORDS. The
-    recorder, which changes torch.distributed, is imported only then.
-    """
-    if RECORDS in os.environ:
-        from spmdrl.distributed.nccl_rules.recorder import record
-
-        record()
 
 
 def connect() -> None:

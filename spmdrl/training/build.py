@@ -87,6 +87,7 @@ class RlRun:
     # of the next step, where its sampling begins while this one is scored
     next_requests: StepRequests | None = None
     keeper: SampleKeeper | None = None  # on the ranks that sample, where samples are kept whole
+    parts: ExitStack = field(default_factory=ExitStack)  # engines and workers, which it ends
     spans: SpanLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,11 +122,11 @@ def build(
     host: the actor, where it stands already (embed.py): other roles start from its weights unless
     they name a model, and no other weights are read. undo: takes away what was started.
     """
-    undo = undo or ExitStack()
+    parts = ExitStack() if undo is None else undo.enter_context(ExitStack())
     topology, phases = runtime.topology, runtime.phases
     placement = place(config, topology.world)
     topologies = build_topologies(config, placement, topology, host.topology if host else None)
-    rewards = start_rewards(config, placement, topology, undo)
+    rewards = start_rewards(config, placement, topology, parts)
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
@@ -145,10 +146,10 @@ def build(
     trainers = build_trainers(config, runtime, topologies, placement, images, host)
     with phases("build reward model"):
         reward_model = build_reward_model(config, topologies.scoring, topology)
-    judge = build_judge_of_run(config, runtime, topologies, placement, undo)
+    judge = build_judge_of_run(config, runtime, topologies, placement, parts)
     with phases("build rollout"):
-        rollout = build_rollout_of_run(config, topologies, looks, host, undo)
-        dialogue, agents = build_turns(config, tokenizer, topologies.rollout, looks, undo)
+        rollout = build_rollout_of_run(config, topologies, looks, host, parts)
+        dialogue, agents = build_turns(config, tokenizer, topologies.rollout, looks, parts)
     with phases("plan weights"):
         weights = plan_weights(config, placement, topologies, trainers["actor"], rollout)
         static = config.rollout.static_split
@@ -164,7 +165,7 @@ def build(
             rollout.sleep()
     order.lag = int(can_overlap(roles))
     keeper = keeper_of(config, runtime, topologies.sampling, len(prompts))
-    return RlRun(config, runtime, roles, prompts, held_out, order, keeper=keeper)
+    return RlRun(config, runtime, roles, prompts, held_out, order, keeper=keeper, parts=parts)
 
 
 def keeper_of(
@@ -473,16 +474,3 @@ def build_reward_model(
         return None
     engine.offload()
     return RewardModel(config.reward_model, engine, load_tokenizer(name))
-
-
-def close(roles: Roles) -> None:
-    if roles.sampler.rewards is not None:
-        roles.sampler.rewards.close()
-    if roles.sampler.dialogue is not None:
-        roles.sampler.dialogue.close()
-    if roles.sampler.agents is not None:
-        roles.sampler.agents.close()
-    if roles.sampler.here:
-        roles.sampler.engine.shutdown()
-    if roles.sampler.judge is not None:
-        roles.sampler.judge.engine.shutdown()
