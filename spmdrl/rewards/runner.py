@@ -28,7 +28,7 @@ from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
 from spmdrl.rewards.sandbox.remote import check_remote
-from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
+from spmdrl.rewards.workers.caller import Caller, arguments_of
 from spmdrl.rewards.workers.pool import innermost
 from spmdrl.rewards.workers.worker import RewardResult, image_part
 from spmdrl.types import Picture
@@ -156,7 +156,7 @@ class RewardRunner:
             for sample in samples
             if sample.invalid is None  # its environment failed
         ]
-        calls = {self.submit(reward, sample).future: (reward, sample) for reward, sample in todo}
+        calls = {self.submit(reward, sample): (reward, sample) for reward, sample in todo}
         return Scoring(samples, calls)
 
     def finish(
@@ -178,7 +178,7 @@ class RewardRunner:
             sample.turn_rewards = outcome.turns or []
             scored(sample)
 
-    def submit(self, reward: Reward, sample: Sample) -> Submitted:
+    def submit(self, reward: Reward, sample: Sample) -> Future[Any]:
         arguments = {name: ARGUMENTS[name](sample) for name in reward.arguments}
         return self.caller.submit(reward.function, arguments)
 

@@ -47,10 +47,10 @@ from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.hub.mtp_layers import MtpTensors, num_mtp_layers
 from spmdrl.training import loop
 from spmdrl.training.checks.describe import describe_supervised
+from spmdrl.training.checks.length import check_steps
 from spmdrl.training.checks.memory_fit import supervised_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here, least_checkpoint_bytes
 from spmdrl.training.checks.packing import trial_lines
-from spmdrl.training.checks.supervised import check_steps
 from spmdrl.training.elastic import check_memory_of_sizes
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import signs_of_supervised
