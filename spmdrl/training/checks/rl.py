@@ -59,8 +59,7 @@ from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.mismatch import check_explain_mismatch
 from spmdrl.training.checks.ranges import check_bounds
-from spmdrl.training.checks.router_aux_loss import check_router_aux_loss
-from spmdrl.training.checks.router_replay import check_router_replay
+from spmdrl.training.checks.routers import check_router_aux_loss, check_router_replay
 from spmdrl.training.checks.sampler import check_sampler
 from spmdrl.training.checks.sampling_mask import check_sampling_mask
 from spmdrl.training.checks.strict import check_strict, check_strict_model

@@ -37,7 +37,7 @@ from spmdrl.training.checks.distillation import check_sft_distillation, check_to
 from spmdrl.training.checks.fp8 import check_fp8
 from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.ranges import check_bounds
-from spmdrl.training.checks.router_aux_loss import check_router_aux_loss
+from spmdrl.training.checks.routers import check_router_aux_loss
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.logs.trackers import check_trackers
 from spmdrl.training.run_length import known_updates
