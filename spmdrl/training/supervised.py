@@ -214,7 +214,7 @@ def load_data(
         own["vision"] = ImageProcessor.load(config.model, hf, DataConfig(""))
     load = partial(
         task.load, tokenizer=tokenizer, config=data, topology=topology,
-        vocab_size=load_hf_config(config.model).get_text_config().vocab_size, **own,
+        vocab_size=hf.get_text_config().vocab_size, **own,
     )  # fmt: skip
     rows = load(data.train)
     held_out = None
