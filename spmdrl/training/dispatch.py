@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.config import support_width
+from spmdrl.config import PpoConfig, support_width
 from spmdrl.data.packing import (
     BatchAssignment,
     assign_to_ranks,
@@ -101,10 +101,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
             batch.adapters = roles.adapter_routes.of(batch.prompts)
     result = TrainBatches(assignment, batches, dict(step_info["metrics"]), step_info)
     if roles.config.log_samples > 0 and roles.config.log_sample_tokens > 0:
-        steps = 1 + roles.config.algo.replay_steps
-        result.recorder = SampleRecorder(
-            first_samples(assignment, roles.config.log_samples, steps, roles.config.rollout.n)
-        )
+        result.recorder = recorder_of(roles.config, assignment)
     return result
 
 
@@ -198,6 +195,12 @@ def empty_batches(roles: Roles, trainer: Trainer, num_mini_batches: int) -> list
         )
         for _ in range(num_mini_batches)
     ]
+
+
+def recorder_of(config: PpoConfig, assignment: BatchAssignment) -> SampleRecorder:
+    """Returns what keeps the updates' results of the samples that are written to samples/."""
+    steps = 1 + config.algo.replay_steps
+    return SampleRecorder(first_samples(assignment, config.log_samples, steps, config.rollout.n))
 
 
 def assign_and_pack(

@@ -70,13 +70,17 @@ def packed_attention(
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     half = half and packing.ahead is None  # the kernels have no mask
     size, width = query.shape[-1], value.shape[-1]
-    # the flash kernels have no heads as wide as some of Gemma 4's
-    compute = (flash or _flash) if half and size <= 256 and size % 8 == 0 else _padded
+    compute = (flash or _flash) if half and has_flash(size) else _padded
     if compute is not _padded and width < size:  # the kernels have one width for all three
         value = pad(value, (0, size - width))
     out = compute(query, key, value, packing, scaling, sliding_window, softcap, s_aux)
     out = out[..., :width]
     return out if team is None else to_tokens(out, team), None
+
+
+def has_flash(head_size: int) -> bool:
+    """Says whether the flash kernels have heads of this width: Gemma 4's wide ones have not."""
+    return head_size <= 256 and head_size % 8 == 0
 
 
 def chunk_of(module: Any) -> int | None:

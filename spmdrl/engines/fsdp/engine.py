@@ -40,7 +40,7 @@ from spmdrl.engines.fsdp.sharding import (
     all_passes,
     clip_gradients,
     layers_resharded,
-    root_of,
+    reshard_root,
     set_replica_sync,
 )
 from spmdrl.engines.fsdp.source_adapters import clip_each, loss_tokens
@@ -48,6 +48,7 @@ from spmdrl.engines.fsdp.ulysses import (
     SequenceParallelGroup,
     counted_once,
     share_of,
+    shared,
     whole,
 )
 from spmdrl.engines.host_copies import HostCopies, StagedShards, stage_own, wanted_parts
@@ -62,7 +63,6 @@ from spmdrl.engines.micro_batches import (
 )
 from spmdrl.engines.policy_head import num_columns, policy_stats, table_of, with_students
 from spmdrl.engines.recorded_pass import RecordedPass
-from spmdrl.engines.sequence_sharing import broadcast_batch
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.buffers import kept_tensors, persistent_buffers
 from spmdrl.weights.shards import Shards, fill, shards_by_part
@@ -160,9 +160,7 @@ class FsdpEngine:
         for mb, values in found if own.num_tokens else ():  # on the rank that asked
             rows = token_rows(own, mb.seqs)
             result[:, rows] = values.cpu()[:, : len(rows)]
-        root = root_of(self.module)
-        if root is not None:
-            root.reshard()
+        reshard_root(self.module)  # it keeps its full weights for a backward pass that never is
         return result
 
     def record_pass(self, batch: Batch, rows: Tensor, temperature: float) -> RecordedPass:
@@ -284,9 +282,7 @@ class FsdpEngine:
 
     def micro_batches(self, own: Batch) -> list[MicroBatch]:
         """Cuts this rank's part of a mini-batch. Collective."""
-        batch = own
-        if self.team is not None:  # what its first rank was given
-            batch = broadcast_batch(own, self.team.group, 0, self.topology.device)
+        batch = own if self.team is None else shared(own, self.team, self.topology.device)
         budget = self.config.micro_batch_tokens * self.config.ulysses
         units: list[Unit] | None = None
         if self.in_pairs:

@@ -107,6 +107,12 @@ def root_of(module: nn.Module) -> FSDPModule | None:
     return next((part for part in module.modules() if isinstance(part, FSDPModule)), None)
 
 
+def reshard_root(module: nn.Module) -> None:
+    root = root_of(module)
+    if root is not None:
+        root.reshard()
+
+
 @contextmanager
 def all_passes(module: nn.Module, once: bool) -> Iterator[None]:
     """Around the passes over all micro-batches of a batch. once: meanwhile all units have their

@@ -23,7 +23,7 @@ from spmdrl.config import ConfigError
 from spmdrl.data.shared_prefix import SharedRow, Unit
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.micro_batches import scatter_rows
-from spmdrl.engines.sequence_sharing import SumForward
+from spmdrl.engines.sequence_sharing import SumForward, broadcast_batch
 from spmdrl.hub.transformers_compat import model_class, takes_attention_functions
 from spmdrl.segments import to_device
 from spmdrl.types import Batch
@@ -119,6 +119,13 @@ def whole(found: Tensor, rows: Tensor, mb: Batch, team: SequenceParallelGroup | 
     """
     values = scatter_rows(found, rows, mb)
     return values if team is None else SumForward.apply(values, team.group)
+
+
+def shared(batch: Batch, team: SequenceParallelGroup, device: torch.device) -> Batch:
+    """Returns what the first rank of the team was given, on all of its ranks. Collective over the
+    team.
+    """
+    return broadcast_batch(batch, team.group, 0, device)
 
 
 def counted_once(sums: dict[str, Tensor], team: SequenceParallelGroup) -> dict[str, Tensor]:

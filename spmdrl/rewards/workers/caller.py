@@ -37,9 +37,8 @@ class Caller:
     def submit(
         self, function: Function, arguments: dict[str, Any], home: str = "", times: int = 1
     ) -> Future[Any]:
-        """Returns a call under way, which ends in time: its process answers, or is killed. Its
-        result raises ConfigError where a worker process cannot load the functions. home, times: of
-        a plain function, see WorkerPool.
+        """Begins a call. Its result raises ConfigError where a worker cannot load the functions,
+        and is there in time: its process answers, or is killed. home, times: see WorkerPool.
         """
         if id(function) not in self.coroutines:
             assert self.pool is not None

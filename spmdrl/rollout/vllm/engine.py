@@ -55,7 +55,6 @@ from spmdrl.rollout.vllm.core import (
     build_core,
     import_vllm,
 )
-from spmdrl.rollout.vllm.latent_attention import latent_layers
 from spmdrl.rollout.weight_check import compare_weights, given_parameters
 from spmdrl.weights.checkpoint_names import as_published, is_adapter
 from spmdrl.weights.engine_layout import Layout, record_layout
@@ -421,8 +420,7 @@ class VllmEngine:
         if self.on_cpu:
             vllm_cpu.repack_experts(self.model)
         if self.has_latent:
-            for _, layer in latent_layers(self.model):
-                layer.process_weights_after_loading(self.dtype)
+            vllm_latent.renew_absorbed(self.model, self.dtype)
         self.forget_prefixes()
         self.core.reset_encoder_cache()
 

@@ -43,6 +43,11 @@ def mark_absorbed(model: nn.Module) -> bool:
     return bool(layers)
 
 
+def renew_absorbed(model: nn.Module, dtype: torch.dtype) -> None:
+    for _, layer in latent_layers(model):
+        layer.process_weights_after_loading(dtype)
+
+
 def check_absorbed(model: nn.Module, dtype: torch.dtype) -> None:
     """Raises WeightMismatch where a layer computes from other products than its weight's."""
     for name, layer in latent_layers(model):
