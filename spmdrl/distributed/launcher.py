@@ -30,11 +30,10 @@ from torch.distributed.run import main as torchrun
 
 from spmdrl.distributed import elastic_compat
 from spmdrl.distributed import exit as exits
-from spmdrl.distributed.elastic_job import VARIABLES
 from spmdrl.distributed.exit import BAD_CONFIG, FAILED, INTERRUPTED, REQUEUE
 from spmdrl.distributed.faults.network import address_towards, addresses_of, interface_of
 from spmdrl.distributed.faults.rendezvous import owner_of, reason_of
-from spmdrl.distributed.membership import RENDEZVOUS, Membership
+from spmdrl.distributed.membership import RENDEZVOUS, Membership, forget_other_job
 
 FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 HEAD_S = 600.0  # as long as torchrun waits for the nodes to meet
@@ -192,9 +191,7 @@ def member_of_job(arguments: list[str], watch: Watch) -> Iterator[None]:
     """
     options = elastic_compat.parse_options(arguments)
     nnodes = elastic_compat.parse_num_nodes(options.nnodes)
-    # this launcher may run in a rank of another job, and its ranks are none of that job's
-    for name in VARIABLES:
-        os.environ.pop(name, None)
+    forget_other_job()
     if nnodes[0] == nnodes[1] and not options.max_restarts:
         yield
         return
@@ -230,6 +227,13 @@ def why_not_elastic(arguments: list[str]) -> str:
         f"{options.rdzv_backend} cannot do: add --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
         "--rdzv-id NAME, the same on each host, or give one number of hosts"
     )
+
+
+def be_quiet() -> None:
+    """torchrun's own log tells of processes and signals: for those who ask for it by LOGLEVEL."""
+    for name in list(logging.root.manager.loggerDict) if "LOGLEVEL" not in os.environ else ():
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 class HeldPorts:
@@ -347,10 +351,7 @@ def main(arguments: list[str] | None = None) -> int:
     elastic_compat.replace_monitor(watch)
     elastic_compat.replace_free_port(HeldPorts())
     elastic_compat.tell_hosts_that_are_not_needed()
-    # torchrun's own log tells of processes and signals: for those who ask for it by LOGLEVEL
-    for name in list(logging.root.manager.loggerDict) if "LOGLEVEL" not in os.environ else ():
-        if name.startswith("torch.distributed"):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    be_quiet()
     # a locale that lacks a letter of a path or a prompt must not matter to the ranks
     os.environ.setdefault("PYTHONUTF8", "1")
     # else ranks that are started again read the addresses of those before them

@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from spmdrl.distributed import elastic_compat
-from spmdrl.distributed.elastic_job import CHANGE, JOB, MEMORY, NNODES, ROUND
+from spmdrl.distributed.elastic_job import CHANGE, JOB, MEMORY, NNODES, ROUND, VARIABLES
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "spmdrl_memory_"
@@ -50,6 +50,13 @@ class HostMemory:
         with suppress(OSError):
             remove(self.folder)
         os.close(self.lock)
+
+
+def forget_other_job() -> None:
+    """Takes the description of another job out of the environment: this launcher may run in a rank
+    of it, and its ranks are none of that job's."""
+    for name in VARIABLES:
+        os.environ.pop(name, None)
 
 
 def remove_if_left(folder: Path) -> None:

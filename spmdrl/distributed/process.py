@@ -148,15 +148,8 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
         check_no_gpu_is_left_out()
-        # What is made before the first step (weights, moments, the engine) stays as long as the
-        # run. It must not lie among what comes and goes in a step, which would then leave holes
-        # between.
-        set_malloc(M_MMAP_THRESHOLD, LARGE_BYTES)
-        # the recorder, which changes torch.distributed, is imported only then
-        if RECORDS in os.environ:
-            from spmdrl.distributed.nccl_rules.recorder import record
-
-            record()
+        map_large_tensors()
+        record_collectives_if_asked()
         dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
         connect()
         return torch.device("cpu")
@@ -168,12 +161,31 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
     return device
 
 
+def record_collectives_if_asked() -> None:
+    """Has this rank write down its collectives where its environment has SPMDRL_NCCL_RECORDS. The
+    recorder, which changes torch.distributed, is imported only then.
+    """
+    if RECORDS in os.environ:
+        from spmdrl.distributed.nccl_rules.recorder import record
+
+        record()
+
+
 def connect() -> None:
     """Has each rank reach those next to it in the tree of agreements. gloo connects at first use,
     and a network that leads nowhere is to be told while the start has its limit of time.
     """
     assert dist.group.WORLD is not None
     lowest(0, dist.group.WORLD)
+
+
+def map_large_tensors() -> None:
+    """Gives each large tensor a mapping of its own, on the CPU. To be called at the start.
+
+    What is made before the first step (weights, moments, the engine) stays as long as the run. It
+    must not lie among what comes and goes in a step, which would then leave holes between.
+    """
+    set_malloc(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def keep_freed_memory() -> None:

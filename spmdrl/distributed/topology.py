@@ -158,6 +158,9 @@ class Topology:
         """
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
+    def has_axis(self, name: str) -> bool:
+        return name in (self.mesh.mesh_dim_names or ())
+
     def axis_size(self, axis: str) -> int:
         return self.mesh.shape[self.axis(axis)]
 

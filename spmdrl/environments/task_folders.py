@@ -23,10 +23,11 @@ from spmdrl.environments.terminal import (
     HOME,
     Mount,
     ShellResult,
+    is_another_user,
     own_by_sandbox,
     run_shell,
 )
-from spmdrl.rewards.sandbox.sandbox import Limits, is_real_root, lesser_user
+from spmdrl.rewards.sandbox.sandbox import Limits
 
 PARTS = ("work", "tmp", "home", "logs/verifier", "logs/agent", "home_of_tests")
 KEPT_S = 6 * 3600.0  # after which a folder that nobody claimed is removed
@@ -106,8 +107,7 @@ def remove_tree(place: Path) -> None:
 def readable_copy(source: Path, into: Path) -> Path:
     """Returns a copy of files that every user can read; the files themselves where the sandbox runs
     as their user: those of a task may be root's alone."""
-    # whether commands run as another user than this process
-    if not (is_real_root() or bool(lesser_user())):
+    if not is_another_user():
         return source
     copied = into / source.name
     if source.is_dir():

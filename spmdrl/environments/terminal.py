@@ -273,6 +273,11 @@ def too_large(folders: Iterable[str], most_mib: int) -> bool:
     return any(isinstance(error, PermissionError) for error in closed)
 
 
+def is_another_user() -> bool:
+    """Says whether commands run as another user than this process."""
+    return is_real_root() or bool(lesser_user())
+
+
 def own_by_sandbox(folder: Path) -> None:
     """Gives files to the user that the sandbox runs as, where that is not us: a user of the
     folder's own where we are root of the machine."""

@@ -235,12 +235,7 @@ def build_model(
     if full:
         given = {} if config is None else {"config": config}
         hf = load_model(model, has_head, auto, **settings, **given)
-        for name, parameter in hf.named_parameters():
-            # the sum alone would do, but for weights whose finite sum overflows
-            if not parameter.sum().isfinite() and not parameter.isfinite().all():
-                raise ConfigError(
-                    f"model: {model!r}: {name} has values that are not finite numbers"
-                )
+        require_finite(hf, model)
     else:
         config = config or load_hf_config(model)
         with no_init_weights():
@@ -324,6 +319,13 @@ def output_names(hf: PreTrainedModel) -> list[str]:
     head = hf.get_output_embeddings() or getattr(hf, "score", None)
     mine = {id(p) for p in head.parameters()} if head is not None else set()
     return [n for n, p in hf.named_parameters(remove_duplicate=False) if id(p) in mine]
+
+
+def require_finite(hf: PreTrainedModel, model: str) -> None:
+    for name, parameter in hf.named_parameters():
+        # the sum alone would do, but for weights whose finite sum overflows
+        if not parameter.sum().isfinite() and not parameter.isfinite().all():
+            raise ConfigError(f"model: {model!r}: {name} has values that are not finite numbers")
 
 
 def require_given(named: Iterable[str], given: Collection[str]) -> None:

@@ -13,6 +13,15 @@ from torch import Tensor, nn
 FAMILIES = ("qwen3_moe", "mixtral")  # model types; others have shared experts or other scores
 
 
+def rule_of(text: Any) -> tuple[int, bool, bool]:
+    """Returns of a language model's config how many experts a token has, whether their weights are
+    divided by their sum, and whether weights stay in float32.
+    """
+    assert text.model_type in FAMILIES, text.model_type
+    is_mixtral = text.model_type == "mixtral"
+    return text.num_experts_per_tok, is_mixtral or text.norm_topk_prob, is_mixtral
+
+
 def route(
     hidden: Tensor, weight: Tensor, top_k: int, normalised: bool, in_float: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,7 +40,7 @@ class SequenceParallelGroup:
     @classmethod
     def of(cls, topology: Topology) -> SequenceParallelGroup | None:
         """This rank's, by the axis sp; None without one, where every rank works by itself."""
-        if "sp" not in (topology.mesh.mesh_dim_names or ()):
+        if not topology.has_axis("sp"):
             return None
         size, rank = topology.axis_size("sp"), topology.axis_rank("sp")
         return cls(topology.mesh.get_group("sp"), size, rank)

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.strict import ROPE_TYPES, require_none, require_sound
-from spmdrl.engines.fsdp.strict_experts import FAMILIES, mixture, product_shapes, route
+from spmdrl.engines.fsdp.strict_experts import mixture, product_shapes, route, rule_of
 from spmdrl.hub.hf_folder import meta_model
 from spmdrl.rollout.vllm import compat
 
@@ -62,12 +62,7 @@ def make_strict(engine: Any) -> None:
         if is_linear(module):
             module.quant_method.apply = linear_by_part
         elif is_mixture(module):
-            text = config.model_config.hf_text_config
-            assert text.model_type in FAMILIES, text.model_type
-            is_mixtral = text.model_type == "mixtral"
-            # how many experts a token has, whether their weights are divided by their sum, and
-            # whether these stay in float32
-            rule = text.num_experts_per_tok, is_mixtral or text.norm_topk_prob, is_mixtral
+            rule = rule_of(config.model_config.hf_text_config)
             module.forward = partial(mixture_of_experts, module, rule)
         elif kind == "RMSNorm":
             module.forward = partial(rms_norm, module)

@@ -39,6 +39,12 @@ def available_gib() -> tuple[float, str]:
     return max(left, 0) / GIB, what
 
 
+def address_space_gib() -> float | None:
+    """Returns the GiB that `ulimit -v` leaves each process; None if it sets no limit."""
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if soft == resource.RLIM_INFINITY else soft / GIB
+
+
 def host_lines(rank_gib: float, ranks: int, remedy: str) -> list[str]:
     """Says how many of the ranks this host has room for; a warning, as the last line, where it is
     too few.
@@ -52,8 +58,7 @@ def host_lines(rank_gib: float, ranks: int, remedy: str) -> list[str]:
     room = int(available / rank_gib)
     lines = [f"  host     {rank_gib:.2f} a rank; {available:.2f} available here ({what}): room for "
              f"{room} of {ranks} ranks"]  # fmt: skip
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-    space = None if soft == resource.RLIM_INFINITY else soft / GIB
+    space = address_space_gib()
     if here * rank_gib > available:
         lines.append(
             f"warning: {here} ranks x {rank_gib:.2f} = {here * rank_gib:.2f} GiB do not fit into "
