@@ -18,7 +18,8 @@ class Caller:
 
     All can be killed. Starts the processes at once and in the background. Raises ConfigError for
     limits under which nothing would end, or begin, and for a function that cannot be sent to a
-    process. Use from one thread; `close` when done.
+    process. Use from one thread; `close` when done. The future of a call ends in time: its process
+    answers, or is killed. Its result raises ConfigError where a process cannot load the functions.
     """
 
     def __init__(
@@ -37,9 +38,7 @@ class Caller:
     def submit(
         self, function: Function, arguments: dict[str, Any], home: str = "", times: int = 1
     ) -> Future[Any]:
-        """Begins a call. Its result raises ConfigError where a worker cannot load the functions,
-        and is there in time: its process answers, or is killed. home, times: see WorkerPool.
-        """
+        """home, times: of a plain function, see WorkerPool."""
         if id(function) not in self.coroutines:
             assert self.pool is not None
             return self.pool.submit(function, arguments, home, times)
