@@ -42,7 +42,7 @@ from spmdrl.engines.megatron.external_weights import (
 from spmdrl.engines.megatron.hosted_actor import MegatronActor, is_megatron
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.rng import preserved_rng
-from spmdrl.training.build import RlRun, build, close
+from spmdrl.training.build import RlRun, build
 from spmdrl.training.checks.rl import check
 from spmdrl.training.collect import evaluate
 from spmdrl.training.embed_compare import check_gap
@@ -159,7 +159,7 @@ class Attachment:
         with untouched():
             if not failed:
                 self.run.roles.post.wait_until_delivered()
-            close(self.run.roles)
+            self.run.parts.close()
             if failed:
                 return
             dist.barrier(group=self.run.roles.topology.control)

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ def main(
     except ConfigError as error:
         exit_config(error)
     with started(placed(plan.config, folder, True)) as runtime:
-        plan = plan.with_config(fetch(plan.config, runtime.phases, "all", ()))
+        plan = replace(plan, config=fetch(plan.config, runtime.phases, "all", ()))
         tried = tried and tried.of(plan.config)
         differs = replay(plan, runtime, tried, address, tolerance, gradients)
     if differs:

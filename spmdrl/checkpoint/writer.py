@@ -78,7 +78,9 @@ class OnDisk:
 
     def make(self, aside: Path, folders: list[str]) -> None:
         if self.is_first:
-            make_folders(aside, folders)
+            shutil.rmtree(aside, ignore_errors=True)
+            for part in folders:
+                Path(aside, part).mkdir(parents=True)
 
     def commit(self, aside: Path, own: dict[str, Digest], group: dist.ProcessGroup) -> Path:
         final = aside.with_suffix("")
@@ -254,12 +256,6 @@ def own_groups(topologies: Iterable[Topology]) -> dict[tuple[int, ...], dist.Pro
                 # waits for a key on the default store's connection would wait for that too
                 lowest(0, groups[ranks])
     return groups
-
-
-def make_folders(aside: Path, parts: list[str]) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
-    for part in parts:
-        Path(aside, part).mkdir(parents=True)
 
 
 def writer_of(name: str) -> int:

@@ -55,7 +55,7 @@ def load_config(
     forget_siblings(folder)
     before = set(sys.modules)
     sys.path.insert(0, folder)
-    launched = launcher_environment()
+    launched = {name: os.environ.get(name) for name in LAUNCHER}
     try:
         # not by the loader, which takes what it compiled of a file of the same second and size
         code = compile(file.read_bytes(), spec.origin or "", "exec", dont_inherit=True)
@@ -114,10 +114,6 @@ LAUNCHER = (
     "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE",
 )  # fmt: skip
-
-
-def launcher_environment() -> dict[str, str | None]:
-    return {name: os.environ.get(name) for name in LAUNCHER}
 
 
 def restore_environment(launched: Mapping[str, str | None]) -> list[str]:

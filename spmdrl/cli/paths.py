@@ -28,7 +28,9 @@ def check_paths(config: RunConfig, sets: tuple[str, ...] = ("train", "eval")) ->
     """
     for field, model in model_fields(config).items():
         if field.endswith("adapter"):
-            check_adapter_path(field, model)
+            # neither a folder nor a name on a hub
+            if os.path.exists(model) or model_name(field, model) is None:
+                check_folder(field, model)
         else:
             check_model_path(field, model)
     for name in sets:
@@ -78,12 +80,6 @@ def check_model_path(name: str, model: str) -> None:
             )
     elif os.path.exists(model) or model_name(name, model) is None:
         raise ConfigError(f"{name}: no such folder: {model!r} (and not a hub id like owner/name)")
-
-
-def check_adapter_path(name: str, adapter: str) -> None:
-    """Raises ConfigError for what is neither a folder nor a name on a hub."""
-    if os.path.exists(adapter) or model_name(name, adapter) is None:
-        check_folder(name, adapter)
 
 
 def check_data_files(name: str, paths: str | tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from spmdrl.data.chat import MARGIN, TEMPLATE_ERRORS, Encoder
-from spmdrl.data.left_out import calls_left_out
+from spmdrl.data.left_out import calls_left_out, without_space
 from spmdrl.data.table_files import BadRow
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -108,10 +108,6 @@ def turn_spans(chat: list[dict[str, Any]], text: str, encoder: Encoder) -> Spans
             end += len(eos)
         spans.append((len(before), end))
     return spans
-
-
-def without_space(text: str) -> str:
-    return "".join(text.split())
 
 
 def template_of(encoder: Encoder) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 
 from spmdrl.config import ConfigError, DataConfig, SamplerConfig
 from spmdrl.data.chat import Encoder
@@ -36,6 +35,7 @@ from spmdrl.data.row_reports import (
 )
 from spmdrl.data.table_files import BadRow, Files, bad_field, lookup
 from spmdrl.data.visuals import Video
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import Picture
 
@@ -172,15 +172,15 @@ class RowChecker:
 
     def of_all_ranks(self, num_rows: int, topology: Topology) -> RowsSeen:
         """Gathers the counts and reports them on the first rank. Collective."""
-        gathered: list[Any] = [None] * topology.world
         # bad rows were looked at once more, behind the others
         num_own = len(range(topology.rank, num_rows, topology.world))
         own = (
             self.sources, self.num_escaped, self.left_out, self.images, self.marks[:num_own],
             self.demonstrated,
         )  # fmt: skip
-        dist.all_gather_object(gathered, own, group=topology.group)
-        sources, escaped, left_out, images, shares, demonstrated = zip(*gathered, strict=True)
+        sources, escaped, left_out, images, shares, demonstrated = zip(
+            *gather_to_all(own, topology.control), strict=True
+        )
         names = tuple(sorted(set().union(*sources)))
         seen = RowsSeen(
             names, sum(escaped), sum_by_name(left_out), MostImages.of(images),

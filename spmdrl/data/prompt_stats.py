@@ -151,11 +151,6 @@ def unpacked_array(text: str, kind: str) -> np.ndarray:
     return raw.astype(kind[1:] if kind[0] == "<" else bool)
 
 
-def is_tracked(config: SamplerConfig) -> bool:
-    """Whether a run keeps success rates: where any field of the group is set."""
-    return config != SamplerConfig()
-
-
 def needs_difficulty(config: SamplerConfig) -> bool:
     return config.curriculum == "difficulty"
 

@@ -46,7 +46,7 @@ def with_images(value: Any) -> Any:
     "image" and "text" as verl's tools return it. Raises BadRow for an image anywhere else.
     """
     if is_table(value):
-        value = parts_of_table(without_nones(value))
+        value = parts_of_table({key: each for key, each in value.items() if each is not None})
     if not holds_image(value):
         return value
     given = value if isinstance(value, list) else [value]
@@ -67,10 +67,6 @@ def parts_of_table(value: dict[str, Any]) -> list[Any]:
     images = value["image"] if isinstance(value["image"], list) else [value["image"]]
     shown = [each if is_part(each) else {"type": "image", "image": each} for each in images]
     return [value["text"], *shown] if value.get("text") else shown
-
-
-def without_nones(value: dict[str, Any]) -> dict[str, Any]:
-    return {key: each for key, each in value.items() if each is not None}
 
 
 def shows_image(value: Any) -> bool:

@@ -13,18 +13,13 @@ from spmdrl.config import ConfigError, LoraConfig
 OTHERS = "*"  # stands for all sources that are not named
 
 
-def name_of_adapter(lora: LoraConfig, data_source: str) -> str | None:
-    """Returns the name of a data source's adapter; None where it has none."""
-    return lora.by_source.get(data_source, lora.by_source.get(OTHERS))
-
-
 def adapter_of(lora: LoraConfig | None, data_source: str) -> int:
     """Returns the place in LoraConfig.names of a data source's adapter; 0 where there is one
     adapter or none. Raises ConfigError where the source has none of several.
     """
     if lora is None or not lora.by_source:
         return 0
-    name = name_of_adapter(lora, data_source)
+    name = lora.by_source.get(data_source, lora.by_source.get(OTHERS))
     if name is None:
         raise ConfigError(
             f"actor.lora.by_source has {[*lora.by_source]}, and no adapter for data_source "

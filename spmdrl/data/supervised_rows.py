@@ -16,6 +16,7 @@ import torch.distributed as dist
 from spmdrl.config import ConfigError
 from spmdrl.data.row_reports import report_blind, report_escaped, report_left_out, sum_by_name
 from spmdrl.data.table_files import BAD_ROW, Files, measure_rows
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import Batch
 
@@ -100,9 +101,7 @@ def measure(
     num_escaped, num_illustrated, num_blind, image_tokens = map(round, everyone.tolist())
     report_escaped(num_escaped, len(files), topology)
     report_blind(num_blind, len(files), topology)
-    gathered: list[Any] = [None] * topology.world
-    dist.all_gather_object(gathered, missing, group=topology.group)
-    left_out = sum_by_name(gathered)
+    left_out = sum_by_name(gather_to_all(missing, topology.control))
     report_left_out(left_out, len(files), topology)
     rows = np.flatnonzero((lengths != BAD_ROW) & (lengths != NO_ROOM))
     return Measured(

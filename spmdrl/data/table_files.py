@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import torch.distributed as dist
 
 from spmdrl.cli.paths import check_data_file
 from spmdrl.config import ConfigError
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
 
@@ -309,8 +309,7 @@ def load_together(topology: Topology, work: Callable[[], T]) -> T:
         failure = error
     wrong = isinstance(failure, ConfigError)
     mine = None if failure is None else (wrong, str(failure) if wrong else repr(failure))
-    problems: list[Any] = [None] * topology.world
-    dist.all_gather_object(problems, mine, group=topology.group)
+    problems = gather_to_all(mine, topology.control)
     failed = [rank for rank, problem in enumerate(problems) if problem is not None]
     if not failed:
         return result

@@ -30,7 +30,8 @@ PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": 
 def before_torch() -> None:
     """Prepares the environment; for programs, before their first import of torch."""
     warn_of_limits()
-    hide_packages()
+    for name in ("torchao", "bitsandbytes"):  # they look as if they were not installed
+        MODULES.setdefault(name, None)
     # a rank that ends takes a store along, of which every other's torch shows a C++ stack
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name, value in PRODUCTS_KEPT.items():
@@ -70,12 +71,6 @@ def without_garbage_collection() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-def hide_packages() -> None:
-    """They look as if they were not installed."""
-    for name in ("torchao", "bitsandbytes"):
-        MODULES.setdefault(name, None)
 
 
 def show_package(module: str) -> None:

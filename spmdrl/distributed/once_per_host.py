@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from spmdrl.config import ConfigError
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.topology import Topology
 
 T = TypeVar("T")
@@ -21,8 +20,7 @@ def once_per_host(work: Callable[[], T], topology: Topology) -> list[T]:
     (stall_timeout_s). Raises on all ranks where it fails on any: a ConfigError as it is, anything
     else as a RuntimeError that names the host.
     """
-    hosts: list[Any] = [None] * topology.world
-    dist.all_gather_object(hosts, topology.host, group=topology.control)
+    hosts = gather_to_all(topology.host, topology.control)
     failure: Exception | None = None
     mine: Any = None
     if hosts.index(topology.host) == topology.rank:
@@ -32,8 +30,7 @@ def once_per_host(work: Callable[[], T], topology: Topology) -> list[T]:
             failure = error
             wrong = isinstance(error, ConfigError)
             mine = (None, (wrong, str(error) if wrong else repr(error)))
-    told: list[Any] = [None] * topology.world
-    dist.all_gather_object(told, mine, group=topology.control)
+    told = gather_to_all(mine, topology.control)
     for host, answer in zip(hosts, told, strict=True):
         if answer is not None and answer[1] is not None:
             wrong, text = answer[1]

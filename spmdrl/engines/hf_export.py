@@ -93,7 +93,8 @@ def export(
         logger.info("%s", told_of_mtp(mtp, base or trained_model(checkpoint), chosen))
     writers.wait()  # all have found `out` free
     out.mkdir(parents=True, exist_ok=True)
-    write_sources(sources, config.model_type, is_tied(config), out, writers)
+    is_tied = bool(getattr(config, "tie_word_embeddings", False))
+    write_sources(sources, config.model_type, is_tied, out, writers)
     writers.wait()
     if writers.rank == 0:
         for file in sorted(hf.iterdir(), key=lambda file: file.name == CONFIG):
@@ -412,10 +413,6 @@ def write_index_of(
     """files: as files_of gives them for these groups of tensors."""
     names = {file: [n for i in numbers for n in groups[i]] for file, numbers in files.items()}
     write_index(out, names, sum(s.nbytes for group in groups for s in group.values()))
-
-
-def is_tied(config: PreTrainedConfig) -> bool:
-    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def write_config(file: Path, dtype: torch.dtype, out: Path) -> None:

@@ -108,7 +108,8 @@ class StagedShards:
         results = writer.write_data(mine, self.planner).wait()
         if self.names is None:
             return self.plan, results
-        return encode(stored_parts(results, mine), self.names), digest_of(self.names)
+        digest = hashlib.sha256(json.dumps(self.names).encode()).digest()
+        return encode(stored_parts(results, mine), self.names), digest
 
     def _finish(self, folder: Path, writer: FileSystemWriter, found: list[Written]) -> None:
         """Writes the index of all ranks' shards, and the notes."""
@@ -205,10 +206,6 @@ def writes(value: Any, number: int, rank: int) -> bool:
             replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
             num_replicas *= mesh.size(axis)
     return number % num_replicas == replica
-
-
-def digest_of(names: list[Named]) -> bytes:
-    return hashlib.sha256(json.dumps(names).encode()).digest()
 
 
 def wanted_parts(state: Mapping[str, Any]) -> dict[str, Box]:

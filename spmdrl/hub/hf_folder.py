@@ -150,11 +150,6 @@ def head_size(text: Any) -> int:
     return layer_size(text, "head_dim") or text.hidden_size // text.num_attention_heads
 
 
-def vocab_size_of(model: str) -> int:
-    """Rows of its embedding: no token may have a higher id. Raises ConfigError."""
-    return load_hf_config(model).get_text_config().vocab_size
-
-
 def check_files(folder: Path) -> None:
     """Raises ConfigError for a safetensors file that is cut short or not one at all."""
     for file in sorted(folder.glob("*.safetensors")):

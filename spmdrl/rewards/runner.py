@@ -28,7 +28,7 @@ from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, agent, graded_math, gsm8k, math
 from spmdrl.rewards.sandbox.remote import check_remote
-from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
+from spmdrl.rewards.workers.caller import Caller, arguments_of
 from spmdrl.rewards.workers.pool import innermost
 from spmdrl.rewards.workers.worker import REWARD_FUNCTION, RewardResult, image_part
 from spmdrl.types import Picture
@@ -73,6 +73,8 @@ ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
 }
 
 
+# PpoConfig.reward: one, or one per data_source
+Rewards = RewardFn | str | Mapping[str, RewardFn | str]
 ONLY_BY_NAME = ("images", "videos", "judge_score", "judge_verdicts")
 LATE_IS_WRONG = (math, graded_math)  # an answer that cannot be read in time is a wrong one
 
@@ -108,12 +110,7 @@ class RewardRunner:
     function that cannot be sent to a worker. Use from one thread; `close` when done.
     """
 
-    def __init__(
-        self,
-        reward: RewardFn | str | Mapping[str, RewardFn | str],
-        config: RewardConfig,
-        ranks: int = 1,
-    ) -> None:
+    def __init__(self, reward: Rewards, config: RewardConfig, ranks: int = 1) -> None:
         """reward: as rewards_of returns it. ranks: how many have a runner, and share the limits for
         coroutines.
         """
@@ -159,7 +156,7 @@ class RewardRunner:
             for sample in samples
             if sample.invalid is None  # its environment failed
         ]
-        calls = {self.submit(reward, sample).future: (reward, sample) for reward, sample in todo}
+        calls = {self.submit(reward, sample): (reward, sample) for reward, sample in todo}
         return Scoring(samples, calls)
 
     def finish(
@@ -183,7 +180,7 @@ class RewardRunner:
             sample.turn_rewards = outcome.turns or []
             scored(sample)
 
-    def submit(self, reward: Reward, sample: Sample) -> Submitted:
+    def submit(self, reward: Reward, sample: Sample) -> Future[Any]:
         arguments = {name: ARGUMENTS[name](sample) for name in reward.arguments}
         return self.caller.submit(reward.function, arguments)
 
@@ -214,7 +211,7 @@ def with_turns(outcome: RewardResult, num_turns: int, per_turn: bool) -> RewardR
     return outcome
 
 
-def rewards_of(config: PpoConfig) -> RewardFn | str | Mapping[str, RewardFn | str]:
+def rewards_of(config: PpoConfig) -> Rewards:
     """Returns config.reward with "code" bound to remote sandboxes, where the config has any."""
     reward, sandbox = config.reward, config.sandbox
     if sandbox is None:
@@ -236,14 +233,12 @@ def is_code(reward: RewardFn | str) -> bool:
     return reward == "code" or (callable(reward) and innermost(reward) is BUILT_INS["code"])
 
 
-def runs_programs(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
+def runs_programs(reward: Rewards) -> bool:
     """Whether a reward runs programs in a sandbox."""
     return any(map(is_code, reward.values() if isinstance(reward, Mapping) else [reward]))
 
 
-def resolve_rewards(
-    reward: RewardFn | str | Mapping[str, RewardFn | str],
-) -> dict[str | None, Reward]:
+def resolve_rewards(reward: Rewards) -> dict[str | None, Reward]:
     """Returns the rewards by data_source; None stands for every data_source. Raises ConfigError."""
     if not isinstance(reward, Mapping):
         return {None: resolve_reward(reward)}
@@ -252,12 +247,12 @@ def resolve_rewards(
     return {source: resolve_reward(each) for source, each in reward.items()}
 
 
-def asks_model(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
+def asks_model(reward: Rewards) -> bool:
     """Whether a reward reads what the reward model says. Raises ConfigError."""
     return any("model_score" in each.arguments for each in resolve_rewards(reward).values())
 
 
-def asks_judge(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
+def asks_judge(reward: Rewards) -> bool:
     """Whether a reward reads what the judge says. Raises ConfigError."""
     return any(takes_judgement(each) for each in resolve_rewards(reward).values())
 
@@ -266,7 +261,7 @@ def takes_judgement(reward: Reward) -> bool:
     return not {"judge_score", "judge_verdicts"}.isdisjoint(reward.arguments)
 
 
-def built_ins_of(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> list[str]:
+def built_ins_of(reward: Rewards) -> list[str]:
     """The names of the built-in functions among the rewards. Raises ConfigError."""
     names = {function: name for name, function in BUILT_INS.items()}
     names |= {gsm8k: "gsm8k", math: "math"}
@@ -274,9 +269,7 @@ def built_ins_of(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> list[
     return [names[function] for function in functions if function in names]
 
 
-def needs_truth(
-    reward: RewardFn | str | Mapping[str, RewardFn | str],
-) -> Callable[[str], bool]:
+def needs_truth(reward: Rewards) -> Callable[[str], bool]:
     """Whether the reward of a data_source cannot be called without a ground truth.
 
     What is no reward function is not told here, but where rewards are resolved.
@@ -289,16 +282,12 @@ def needs_truth(
     return needs
 
 
-def takes_truth(
-    reward: RewardFn | str | Mapping[str, RewardFn | str],
-) -> Callable[[str], bool]:
+def takes_truth(reward: Rewards) -> Callable[[str], bool]:
     """Whether the reward of a data_source names a ground truth among its parameters."""
     return lambda data_source: truth_parameter(reward, data_source) is not None
 
 
-def truth_parameter(
-    reward: RewardFn | str | Mapping[str, RewardFn | str], data_source: str
-) -> inspect.Parameter | None:
+def truth_parameter(reward: Rewards, data_source: str) -> inspect.Parameter | None:
     found = reward.get(data_source) if isinstance(reward, Mapping) else reward
     function = BUILT_INS.get(found) if isinstance(found, str) else found
     if not callable(function):

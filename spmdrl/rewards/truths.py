@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmdrl.config import RewardFn
 from spmdrl.rewards.builtin import (
     BUILT_INS,
     check_math_truth,
@@ -21,6 +20,7 @@ from spmdrl.rewards.builtin import (
 )
 from spmdrl.rewards.code import code, read_tests
 from spmdrl.rewards.instructions import ifeval, read_instructions
+from spmdrl.rewards.runner import Rewards
 from spmdrl.rewards.sandbox.remote import check_tests
 from spmdrl.rewards.workers.pool import innermost
 
@@ -48,9 +48,7 @@ def check_kind(function: Any, ground_truth: Any) -> None:
 NOT_READ = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
-def truth_checker(
-    reward: RewardFn | str | Mapping[str, RewardFn | str],
-) -> Callable[[str, Any], str | None]:
+def truth_checker(reward: Rewards) -> Callable[[str, Any], str | None]:
     """(data_source, ground truth) -> what is wrong with it, or None."""
 
     def check(data_source: str, ground_truth: Any) -> str | None:

@@ -18,7 +18,6 @@ from spmdrl.config import KeepSamplesConfig, PpoConfig, SamplerConfig, require
 from spmdrl.data.image_limits import ImageLimits
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.prompt_sampler import PromptSampler
-from spmdrl.data.prompt_stats import is_tracked
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.source_adapters import adapter_routes_of, check_adapter_sources
 from spmdrl.distributed.agreement import broadcast_from_first
@@ -63,7 +62,7 @@ from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay.keeper import SampleKeeper
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.roles import Roles, Sampler, Trainer
-from spmdrl.training.run_images import batch_images, shows_more_images, with_replies
+from spmdrl.training.run_images import batch_images, with_replies
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.teacher_endpoint import connect_teachers, endpoints_of
@@ -88,6 +87,7 @@ class RlRun:
     # of the next step, where its sampling begins while this one is scored
     next_requests: StepRequests | None = None
     keeper: SampleKeeper | None = None  # on the ranks that sample, where samples are kept whole
+    parts: ExitStack = field(default_factory=ExitStack)  # engines and workers, which it ends
     spans: SpanLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,11 +122,11 @@ def build(
     host: the actor, where it stands already (embed.py): other roles start from its weights unless
     they name a model, and no other weights are read. undo: takes away what was started.
     """
-    undo = undo or ExitStack()
+    parts = ExitStack() if undo is None else undo.enter_context(ExitStack())
     topology, phases = runtime.topology, runtime.phases
     placement = place(config, topology.world)
     topologies = build_topologies(config, placement, topology, host.topology if host else None)
-    rewards = start_rewards(config, placement, topology, undo)
+    rewards = start_rewards(config, placement, topology, parts)
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
@@ -146,14 +146,15 @@ def build(
     trainers = build_trainers(config, runtime, topologies, placement, images, host)
     with phases("build reward model"):
         reward_model = build_reward_model(config, topologies.scoring, topology)
-    judge = build_judge_of_run(config, runtime, topologies, placement, undo)
+    judge = build_judge_of_run(config, runtime, topologies, placement, parts)
     with phases("build rollout"):
-        rollout = build_rollout_of_run(config, topologies, looks, host, undo)
-        dialogue, agents = build_turns(config, tokenizer, topologies.rollout, looks, undo)
+        rollout = build_rollout_of_run(config, topologies, looks, host, parts)
+        dialogue, agents = build_turns(config, tokenizer, topologies.rollout, looks, parts)
     with phases("plan weights"):
         weights = plan_weights(config, placement, topologies, trainers["actor"], rollout)
+        static = config.rollout.static_split
         sampler = Sampler(
-            topologies.rollout, build_scheduler(config, rollout, topologies.rollout),
+            topologies.rollout, Scheduler(rollout, topologies.rollout, static) if rollout else None,
             topologies.scoring, rewards, reward_model, dialogue, agents, judge,
         )  # fmt: skip
         roles = build_roles(
@@ -164,7 +165,7 @@ def build(
             rollout.sleep()
     order.lag = int(can_overlap(roles))
     keeper = keeper_of(config, runtime, topologies.sampling, len(prompts))
-    return RlRun(config, runtime, roles, prompts, held_out, order, keeper=keeper)
+    return RlRun(config, runtime, roles, prompts, held_out, order, keeper=keeper, parts=parts)
 
 
 def keeper_of(
@@ -232,13 +233,6 @@ def plan_weights(
     )  # fmt: skip
 
 
-def build_scheduler(
-    config: PpoConfig, rollout: RolloutEngine | None, ranks: Topology
-) -> Scheduler | None:
-    """Builds what deals prompts to the engines, `ranks` being theirs. Collective over these."""
-    return Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
-
-
 def build_roles(
     config: PpoConfig, runtime: Runtime, topologies: Topologies, tokenizer: Any, sampler: Sampler,
     weights: WeightSync, trainers: dict[str, Trainer], images: BatchImages | None,
@@ -246,6 +240,8 @@ def build_roles(
 ) -> Roles:  # fmt: skip
     """Puts together all that a step works with. Collective."""
     replays = config.actor.router_replay is not None
+    # replies, or agents' messages, may show images that are not the data's
+    replies_show = bool(config.multi_turn.max_images or config.agents.max_images)
     return Roles(
         config, runtime.topology, topologies.sampling, topologies.training, weights.topology,
         runtime.phases, P2PChannel(runtime.topology), tokenizer, sampler, weights,
@@ -256,7 +252,7 @@ def build_roles(
         replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
         leftover=leftover_of(config),
         routing=routing_of(load_hf_config(config.model)) if replays else None,
-        reply_images=images if shows_more_images(config) else None,
+        reply_images=images if replies_show else None,
         hints=hints_of(prompts, images), routes=routes_of(config, prompts),
         adapter_routes=adapter_routes_of(config.actor.lora, prompts.data_source),
         teachers={name: each for name, each in trainers.items() if name.startswith(TEACHERS)},
@@ -330,7 +326,8 @@ def load_prompts(
 def load_train(config: PpoConfig, tokenizer: Any, topology: Topology) -> PromptDataset:
     """The prompts to train on. Collective."""
     sampler = config.data.sampler
-    tracked = sampler if is_tracked(sampler) else None
+    # success rates are kept where any field of the group is set
+    tracked = sampler if sampler != SamplerConfig() else None
     longest = config.rollout.max_tokens if config.algo.demonstrations else 0
     dataset = load_dataset(
         config.data.train, config, tokenizer, topology, "", tracked, longest, hinted=True
@@ -477,16 +474,3 @@ def build_reward_model(
         return None
     engine.offload()
     return RewardModel(config.reward_model, engine, load_tokenizer(name))
-
-
-def close(roles: Roles) -> None:
-    if roles.sampler.rewards is not None:
-        roles.sampler.rewards.close()
-    if roles.sampler.dialogue is not None:
-        roles.sampler.dialogue.close()
-    if roles.sampler.agents is not None:
-        roles.sampler.agents.close()
-    if roles.sampler.here:
-        roles.sampler.engine.shutdown()
-    if roles.sampler.judge is not None:
-        roles.sampler.judge.engine.shutdown()

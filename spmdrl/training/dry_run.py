@@ -173,7 +173,7 @@ def scored_examples(
     shown = f"  prompt {first.id} ({first.data_source}): ...{first.text[-200:]!r}"
     asks = asked_by(prompts, rewards)
     samples = [
-        answered_rightly(prompt)
+        answered(prompt, str(prompt.ground_truth))
         for prompt in prompts
         if prompt.ground_truth is not None and not asks[prompt.data_source]
     ]
@@ -228,11 +228,6 @@ def scored_demonstrations(prompts: list[Prompt], rewards: Any, tokenizer: Any) -
     found = [sample.reward for sample in samples if sample.reward is not None]
     mean = f"mean {fmean(found):g}" if found else "none, it fails"
     return [f"  reward of a demonstration, of {len(samples)} prompts: {mean}"]
-
-
-def answered_rightly(prompt: Prompt) -> Sample:
-    """Returns a sample of the prompt whose answer is the ground truth."""
-    return answered(prompt, str(prompt.ground_truth))
 
 
 def answered(prompt: Prompt, answer: str) -> Sample:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from spmdrl.config import require
 from spmdrl.data.packing import pack_samples
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.engines.external_actor import ExternalActor
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.seeds import seed_of
@@ -90,8 +90,7 @@ def few_answers(run: RlRun) -> list[tuple[list[int], list[int], list[float]]]:
                 (request.prompt_ids, answer.token_ids, answer.logprobs)
                 for request, answer in zip(requests, done, strict=True)
             ]
-    everyone: list[Any] = [None] * roles.topology.world
-    dist.all_gather_object(everyone, mine, group=roles.topology.control)
+    everyone = gather_to_all(mine, roles.topology.control)
     return [row for rows in everyone for row in rows]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class LanguageJudge:
         else:
             asked = self.about_pairs(own)
         parts = gather_to_all(asked, self.topology.control)
-        questions = sorted(itertools.chain.from_iterable(parts), key=place_of)
+        questions = sorted(itertools.chain.from_iterable(parts), key=attrgetter("first", "second"))
         verdicts = self.ask(questions, between_bursts)
         by_address = judgements(self.config, questions, verdicts)
         for sample in own:
@@ -194,10 +195,6 @@ class LanguageJudge:
             sample.invalid = sample.invalid or f"the judge cannot read it: {error}"
             return
         yield Question(first, second, np.array(ids, np.int32))
-
-
-def place_of(question: Question) -> tuple[Address, Address]:
-    return question.first, question.second
 
 
 def opponents(indices: list[int], index: int, count: int) -> list[int]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -26,8 +25,7 @@ import torch.distributed as dist
 
 from spmdrl.algo.preference_losses import needs_reference
 from spmdrl.algo.preference_terms import answer_sums
-from spmdrl.checkpoint.earlier_runs import REFERENCE
-from spmdrl.checkpoint.format import write_synced
+from spmdrl.checkpoint.earlier_runs import REFERENCE, replace_synced
 from spmdrl.config import PreferenceTrainingConfig
 from spmdrl.data.answers import AnswerDataset
 from spmdrl.distributed.collectives import broadcast_object
@@ -127,11 +125,9 @@ def part_path(folder: Path, first: int) -> Path:
 def write_part(folder: Path, first: int, block: np.ndarray) -> None:
     """Written aside, then renamed: a part that is there is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    buffer, path = io.BytesIO(), part_path(folder, first)
+    buffer = io.BytesIO()
     np.save(buffer, block, allow_pickle=False)
-    aside = path.with_suffix(".tmp")
-    write_synced(aside, buffer.getvalue())
-    os.replace(aside, path)
+    replace_synced(part_path(folder, first), buffer.getvalue())
 
 
 def compute(

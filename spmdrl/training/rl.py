@@ -20,7 +20,7 @@ from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.training import loop
-from spmdrl.training.build import RlRun, build, close
+from spmdrl.training.build import RlRun, build
 from spmdrl.training.checks.memory_plan import least_checkpoint_bytes
 from spmdrl.training.collect import PromptSource, RolloutResult, collect, evaluate
 from spmdrl.training.dispatch import TrainBatches
@@ -87,7 +87,7 @@ def end(run: RlRun) -> None:
     run.roles.post.wait_until_delivered()
     if run.keeper is not None:
         run.keeper.wait()
-    close(run.roles)
+    run.parts.close()
     PROGRESS.now("")
 
 

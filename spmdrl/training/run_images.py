@@ -29,11 +29,6 @@ def batch_images(
     return BatchImages(looks.vision, prompts.by_id if config.agent is None else no_images)
 
 
-def shows_more_images(config: PpoConfig) -> bool:
-    """Whether replies, or agents' messages, may show images that are not the data's."""
-    return bool(config.multi_turn.max_images or config.agents.max_images)
-
-
 def no_images(row: int) -> Prompt:
     """Stands for the prompt of an agent's row (data.images.BatchImages.by_id)."""
     return Prompt(row, [], "", None, "")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from spmdrl.checkpoint.disk_space import check_encodable, check_room
 from spmdrl.config import ConfigError
 from spmdrl.distributed.elastic_job import ElasticJob
-from spmdrl.distributed.exit import GUARD, REQUEUE, exit_config, leave, leave_for_torchrun
+from spmdrl.distributed.exit import FAILED, GUARD, REQUEUE, exit_config, leave, leave_for_torchrun
 from spmdrl.distributed.faults.rendezvous import FOREVER, StartupBarrier
 from spmdrl.distributed.faults.watchdog import Watchdog
 from spmdrl.distributed.phases import PhaseError, Phases
@@ -95,8 +95,8 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     PROGRESS.heard = phases.still_going  # an update of many micro-batches may take an hour
     PROGRESS.now("preparing the run")
     stopping.failed = lambda: watchdog.heard
-    by_itself, stopping.on_quit = stopping.on_quit, partial(quit_step, phases, watchdog)
-    GUARD.report_failure = partial(end_early, phases, watchdog)
+    by_itself, stopping.on_quit = stopping.on_quit, partial(end_early, phases, watchdog)
+    GUARD.report_failure = lambda cause, stack: end_early(phases, watchdog, cause, FAILED, stack)
     runtime = Runtime(
         topology,
         phases,
@@ -136,9 +136,11 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
     gc.freeze()  # Python's end would look through all of it
 
 
-def end_early(phases: Phases, watchdog: Watchdog, cause: str, stack: str) -> None:
-    """A function is ending this rank's process: the others hear of it, and end as well."""
-    watchdog.announce_and_wait(watchdog.report(asdict(phases.report_of(cause, stack))))
+def end_early(phases: Phases, watchdog: Watchdog, cause: str, code: int, stack: str = "") -> None:
+    """Tells the other ranks that this one ends, by a signal or a function that ends its process:
+    they end as well, since it will not be there to finish the step with them.
+    """
+    watchdog.announce_and_wait(watchdog.report(asdict(phases.report_of(cause, stack, code))))
 
 
 def shared_here(config: Any, topology: Topology) -> int:
@@ -149,12 +151,6 @@ def shared_here(config: Any, topology: Topology) -> int:
     return shared_bytes(
         config, list(range(topology.rank, last)), topology.world, torch.get_num_threads()
     )
-
-
-def quit_step(phases: Phases, watchdog: Watchdog, why: str, code: int) -> None:
-    """The other ranks end as well: this one will not be there to finish the step with them."""
-    failure = asdict(phases.report_of(why, exit_code=code))
-    watchdog.announce_and_wait(watchdog.report(failure))
 
 
 def lost_timeout_s(config: Any) -> float:

@@ -6,14 +6,8 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.algo.demonstrations import sampled_mask
-from spmdrl.config import PpoConfig
 from spmdrl.training.roles import Roles
 from spmdrl.types import Batch
-
-
-def keeps_samples(config: PpoConfig) -> bool:
-    """Whether samples of earlier steps are trained on: partial ones, or replayed."""
-    return config.rollout.oversample > 1 or config.algo.replay_steps > 0
 
 
 def staleness(roles: Roles, batches: list[Batch], step: int) -> dict[str, float]:
@@ -32,7 +26,9 @@ def staleness(roles: Roles, batches: list[Batch], step: int) -> dict[str, float]
     dist.all_reduce(sums, group=roles.actor.topology.group)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=roles.actor.topology.group)
     config = roles.config
-    known = keeps_samples(config) or int(most) <= config.async_steps
+    # samples of earlier steps are trained on: partial ones, or replayed
+    keeps_samples = config.rollout.oversample > 1 or config.algo.replay_steps > 0
+    known = keeps_samples or int(most) <= config.async_steps
     assert known, (int(most), config.async_steps)
     mean = float(sums[0] / sums[1].clamp(min=1))
     return {"staleness/mean": mean, "staleness/max": float(most)}

@@ -43,14 +43,14 @@ from spmdrl.engines.base import LossFn, TrainEngine
 from spmdrl.engines.build import build_engine
 from spmdrl.engines.hf_export import beside, write_weights
 from spmdrl.engines.stored_dtype import DTYPES
-from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
+from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.hub.mtp_layers import MtpTensors, num_mtp_layers
 from spmdrl.training import loop
 from spmdrl.training.checks.describe import describe_supervised
+from spmdrl.training.checks.length import check_steps
 from spmdrl.training.checks.memory_fit import supervised_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here, least_checkpoint_bytes
 from spmdrl.training.checks.packing import trial_lines
-from spmdrl.training.checks.supervised import check_steps
 from spmdrl.training.elastic import check_memory_of_sizes
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import signs_of_supervised
@@ -217,7 +217,7 @@ def load_data(
         own["vision"] = ImageProcessor.load(config.model, hf, DataConfig(""))
     load = partial(
         task.load, tokenizer=tokenizer, config=data, topology=topology,
-        vocab_size=vocab_size_of(config.model), **own,
+        vocab_size=hf.get_text_config().vocab_size, **own,
     )  # fmt: skip
     rows = load(data.train)
     held_out = None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.config import WeightsConfig
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.topology import Topology, group_of
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.stored_dtype import DTYPES
@@ -187,8 +188,7 @@ class WeightSync:
         """
         mine = replace(layout, places=[], scale_places=[])
         digest = hashlib.sha256(pickle.dumps(mine)).hexdigest()
-        everyone = [""] * self.topology.world
-        dist.all_gather_object(everyone, digest, group=self.topology.control)
+        everyone = gather_to_all(digest, self.topology.control)
         by_rank = dict(zip(self.topology.ranks, everyone, strict=True))
         first = self.table[0]
         for row in self.table:

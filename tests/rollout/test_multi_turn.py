@@ -424,13 +424,13 @@ def test_a_call_outlives_the_loop_that_it_ran_on(monkeypatch: pytest.MonkeyPatch
     first = caller.submit(sleep_there, {"seconds": 60})
     caller.submit(block, {"seconds": 3})
     end = time.monotonic() + 30
-    while not first.is_ready():
+    while not first.done():
         assert time.monotonic() < end
         time.sleep(0.05)
     assert first.result().error is not None
     second = caller.submit(sleep_there, {"seconds": 0})
     assert second.result() == Reply("slept")
-    assert first.is_ready() and first.result().error is not None
+    assert first.done() and first.result().error is not None
     caller.close()
 
 
@@ -441,13 +441,13 @@ def test_what_is_given_up_does_not_run_on(tmp_path: Path) -> None:
     first, second = [tmp_path / name for name in ("first", "second")]
     given_up, going_on = [caller.submit(tell_there, {"file": str(f)}) for f in (first, second)]
     end = time.monotonic() + 20
-    for file, event in ((first, given_up.future.cancel), (second, caller.close)):
+    for file, event in ((first, given_up.cancel), (second, caller.close)):
         for word, act in (("runs", event), ("cancelled", lambda: None)):
             while not file.exists() or file.read_text() != word:
                 assert time.monotonic() < end, f"{file} never said {word}"
                 time.sleep(0.01)
             act()
-    assert going_on.future.cancelled()
+    assert going_on.cancelled()
 
 
 @pytest.mark.programs

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from spmdrl.config import ConfigError, PpoConfig
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.faults.watchdog import Watchdog
 from spmdrl.distributed.phases import PhaseError, Phases
 from spmdrl.distributed.topology import Topology
@@ -36,8 +36,7 @@ class Guard:
         self.folder = Path(config.run_dir, "errors")
         self.prefix, self.calls = f"spmdrl/{Guard.number}", 0
         self.store = default_store().clone()  # calls on one connection block each other
-        hosts: list[Any] = [None] * topology.world
-        dist.all_gather_object(hosts, topology.host, group=topology.control)
+        hosts = gather_to_all(topology.host, topology.control)
         here = [rank for rank, host in enumerate(hosts) if host == topology.host]
         after = here[(here.index(topology.rank) + 1) % len(here)]
         self.first_here = here[0]

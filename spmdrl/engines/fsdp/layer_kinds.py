@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from spmdrl.config import ConfigError, TrainConfig
-from spmdrl.engines.fsdp.per_sequence_layers import per_sequence_classes
+from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent, is_sparse
 from spmdrl.hub.hf_folder import (
     config_text,
     has_language_model,
@@ -34,7 +34,9 @@ def per_sequence_layers(hf: PreTrainedConfig) -> list[str]:
             shell = meta_model(tiny_config(config), auto)
         except FAILURES:
             shell = meta_model(config, auto)
-        FOUND[key] = per_sequence_classes(shell)
+        FOUND[key] = sorted(
+            {type(m).__name__ for m in shell.modules() if is_recurrent(m) or is_sparse(m)}
+        )
     return FOUND[key]
 
 

@@ -205,7 +205,9 @@ def add_adapters(
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     if full:
-        fill_adapters(hf, lora, layers, stacks)
+        with torch.no_grad():
+            for name, value in initial_adapters(hf, lora, layers, stacks):
+                hf.get_parameter(name).copy_(value)
     quantized: dict[str, Nf4Linear] = {}
     if lora.quantization is not None:
         quantized = quantize_layers(hf, layers, dtype)
@@ -242,14 +244,6 @@ def peft_config(lora: LoraConfig, targets: Sequence[str], model: str) -> Any:
         base_model_name_or_path=name.repo if name else model,
         revision=name.revision or None if name else None,
     )  # fmt: skip
-
-
-@torch.no_grad()
-def fill_adapters(
-    hf: Any, lora: LoraConfig, layers: Sequence[str], stacks: Sequence[str]
-) -> None:  # fmt: skip
-    for name, value in initial_adapters(hf, lora, layers, stacks):
-        hf.get_parameter(name).copy_(value)
 
 
 def initial_adapters(

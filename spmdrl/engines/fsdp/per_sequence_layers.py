@@ -56,11 +56,6 @@ def is_sparse(module: nn.Module) -> bool:
     return hasattr(module, "is_causal") and isinstance(getattr(module, "indexer", None), nn.Module)
 
 
-def per_sequence_classes(hf: nn.Module) -> list[str]:
-    """Returns the class names of the modules that are given each sequence by itself."""
-    return sorted({type(m).__name__ for m in hf.modules() if is_recurrent(m) or is_sparse(m)})
-
-
 def run_per_sequence(hf: PreTrainedModel) -> None:
     """Has every recurrent layer and every sparse attention compute each sequence by itself.
 

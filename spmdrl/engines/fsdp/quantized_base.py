@@ -72,8 +72,9 @@ class Nf4Linear(nn.Module):
         }
         for name, (size, own) in sizes.items():
             self.register_buffer(name, torch.zeros(size, dtype=own), persistent=False)
-        for name, values in code_tables().items():  # the values that codes stand for
-            self.register_buffer(name, values.clone(), persistent=False)
+        tables = quantized(torch.ones(BLOCK, 1))  # the same of every weight
+        for name in ("values", "scale_values"):  # that codes of a weight and of a scale stand for
+            self.register_buffer(name, tables[name].clone(), persistent=False)
 
     @property
     def weight(self) -> Tensor:
@@ -124,12 +125,6 @@ def quantized(weight: Tensor) -> dict[str, Tensor]:
         "codes": codes, "scales": state.absmax, "scale_scales": state.state2.absmax,
         "scale_offset": state.offset, "values": state.code, "scale_values": state.state2.code,
     }  # fmt: skip
-
-
-def code_tables() -> dict[str, Tensor]:
-    """Returns the 16 values of a weight's code and the 256 of a scale's, which are always these."""
-    found = quantized(torch.ones(BLOCK, 1))
-    return {name: found[name] for name in ("values", "scale_values")}
 
 
 def rounded(weight: Tensor) -> Tensor:

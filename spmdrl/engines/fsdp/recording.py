@@ -156,7 +156,11 @@ def rotation_hooks(hf: Any, recorder: PassRecorder) -> Iterator[None]:
         if len(found) == 2 and found[0].ndim == 2:
             recorder.rotations.append(Rotation(*(by_pairs(t.detach()) for t in found)))
 
-    handles = [m.register_forward_hook(after) for m in hf.modules() if is_rotary(m)]
+    handles = [
+        m.register_forward_hook(after)
+        for m in hf.modules()
+        if "RotaryEmbedding" in type(m).__name__
+    ]
     try:
         yield
     finally:
@@ -173,10 +177,6 @@ def by_pairs(table: Tensor) -> Tensor:
         if torch.equal(first, second):
             return first.float().cpu()
     return table.float().cpu()
-
-
-def is_rotary(module: nn.Module) -> bool:
-    return "RotaryEmbedding" in type(module).__name__
 
 
 @torch.no_grad()

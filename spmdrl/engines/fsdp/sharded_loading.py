@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from spmdrl.config import ConfigError
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import first_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import set_parameter
@@ -203,8 +204,7 @@ def scatter_weights(module: nn.Module, full: dict[str, Tensor], topology: Topolo
     """Fills the shards of `module` from the full tensors that the topology's first rank has."""
     group, targets = topology.group, module.state_dict()
     mine = {name: held_box(t) for name, t in targets.items() if isinstance(t, DTensor)}
-    boxes: list[dict[str, Box | None]] = [mine] * topology.world
-    dist.all_gather_object(boxes, mine, group=topology.control)
+    boxes: list[dict[str, Box | None]] = gather_to_all(mine, topology.control)
     for name, target in targets.items():
         if not isinstance(target, DTensor):
             value = full[name].clone() if topology.rank == 0 else torch.empty_like(target).cpu()

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spmdrl.config import TrainConfig, checkpointing_of
+from spmdrl.data.processor_files import ProcessorFiles
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
@@ -21,7 +22,6 @@ from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.lora import Adapters, add_adapters
 from spmdrl.engines.fsdp.lora_files import fill_module
 from spmdrl.engines.fsdp.model import HEADS, decoder_layers
-from spmdrl.engines.fsdp.model_files import files_beside_weights
 from spmdrl.engines.fsdp.muon import Cuts, hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer
 from spmdrl.engines.fsdp.router_aux_loss import RouterAuxLoss
@@ -30,7 +30,9 @@ from spmdrl.engines.fsdp.sharded_loading import allocate, drop_data, open_model,
 from spmdrl.engines.fsdp.sharding import divides_experts, gathers_once, shard
 from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup, check_ulysses
-from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
+from spmdrl.hub.hf_folder import load_hf_config, sees_images
+from spmdrl.hub.remote_code import code_files
 from spmdrl.weights.checkpoint_names import Parts, checkpoint_parts
 
 
@@ -163,3 +165,13 @@ def shard_layers(
     if config.activation_offload and not frozen:
         built.offloaded = offloading(built.module, pinned=topology.device.type == "cuda")
     return hidden
+
+
+def files_beside_weights(hf: Any, kind: str, model: str) -> list[Any]:
+    """Returns what a checkpoint has beside its weights, each with save_pretrained: configs, code of
+    the model's own, and the processor of its images.
+    """
+    config = as_stored(hf.config, stored_dtype(load_hf_config(model), model))
+    generation = [hf.generation_config] if kind != "reward" else []
+    processor = [ProcessorFiles(model)] if sees_images(hf.config) else []
+    return [config, *generation, *code_files(hf.config), *processor]

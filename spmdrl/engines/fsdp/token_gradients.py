@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.data.images import BatchImages
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp.sharding import all_passes
@@ -45,7 +47,8 @@ def token_gradients(
     engine's ranks.
     """
     positions, own = own_tokens(batch, seq)
-    positions = agreed(positions, engine)
+    # those of the rank that has any, on all ranks
+    positions = list(chain(*gather_to_all(positions, engine.topology.control)))
     if not positions:
         return None
     whole = gradient_of(engine, batch, loss_fn, temperature, images)
@@ -70,13 +73,6 @@ def own_tokens(batch: Batch, seq: int | None) -> tuple[list[int], Batch]:
         return [], batch.select([])
     own = batch.select([seq])
     return (own.loss_mask > 0).nonzero()[:, 0].tolist(), own
-
-
-def agreed(positions: list[int], engine: FsdpEngine) -> list[int]:
-    """Returns the positions of the rank that has any, on all ranks. Collective."""
-    parts: list[list[int]] = [[]] * engine.topology.world
-    dist.all_gather_object(parts, positions, group=engine.topology.control)
-    return [position for part in parts for position in part]
 
 
 def gradient_of(

@@ -90,7 +90,7 @@ class TestNames:
             elif (
                 what == "Try" and any("StopIteration" in names(h.type) for h in node.handlers)
             ) or (what == "With" and any("StopIteration" in names(each) for each in node.items)):
-                self.spans.append(lines(node.body))
+                self.spans.append((node.body[0].lineno, node.body[-1].end_lineno))
 
     def bind(self, name: str) -> None:
         self.bound.add(name)
@@ -106,10 +106,6 @@ def is_pythons_own(name: str) -> bool:
 
 def names(node: Any) -> set[str]:
     return set() if node is None else {each.id for each, _ in walk(node) if kind(each) == "Name"}
-
-
-def lines(body: list[Any]) -> tuple[int, int]:
-    return body[0].lineno, body[-1].end_lineno
 
 
 def of_the_program(found: TestNames, theirs: set[str]) -> set[str]:

@@ -175,11 +175,7 @@ def same(old: Any, new: Any) -> bool:
     """Compares by identity of the elements: `==` could run anybody's code."""
     if isinstance(old, bytes):
         return bool(old == new)
-    return len(old) == len(new) and all(map(is_same, old, new))
-
-
-def is_same(a: Any, b: Any) -> bool:
-    return a is b
+    return len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True))
 
 
 def fill(value: Any, elements: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 from spmdrl.config import AgentConfig, ConfigError, MultiTurnConfig, RewardConfig
 from spmdrl.rewards.workers.async_loop import LoopThread
@@ -13,26 +13,13 @@ from spmdrl.rewards.workers.pool import Function, Kind, Limits, WorkerPool, name
 from spmdrl.rewards.workers.worker import RewardResult
 
 
-class Submitted(NamedTuple):
-    """A call under way. It ends in time: its process answers, or is killed."""
-
-    future: Future[Any]
-
-    def result(self) -> Any:
-        """Waits. Raises ConfigError where a worker process cannot load the functions."""
-        return self.future.result()
-
-    def is_ready(self) -> bool:
-        """Whether `result` would not have to wait."""
-        return self.future.done()
-
-
 class Caller:
     """Plain functions run in worker processes, coroutines on the event loop of another one.
 
     All can be killed. Starts the processes at once and in the background. Raises ConfigError for
     limits under which nothing would end, or begin, and for a function that cannot be sent to a
-    process. Use from one thread; `close` when done.
+    process. Use from one thread; `close` when done. The future of a call ends in time: its process
+    answers, or is killed. Its result raises ConfigError where a process cannot load the functions.
     """
 
     def __init__(
@@ -50,13 +37,13 @@ class Caller:
 
     def submit(
         self, function: Function, arguments: dict[str, Any], home: str = "", times: int = 1
-    ) -> Submitted:
+    ) -> Future[Any]:
         """home, times: of a plain function, see WorkerPool."""
         if id(function) not in self.coroutines:
             assert self.pool is not None
-            return Submitted(self.pool.submit(function, arguments, home, times))
+            return self.pool.submit(function, arguments, home, times)
         assert self.loop is not None
-        return Submitted(self.loop.submit(function, arguments))
+        return self.loop.submit(function, arguments)
 
     def give_up(self, home: str) -> None:
         """See WorkerPool."""

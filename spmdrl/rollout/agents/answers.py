@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdrl.rollout.agents.requests import call_text
 from spmdrl.rollout.base import Completion
+from spmdrl.rollout.multi_turn.tools import as_text
 from spmdrl.types import Message
 
 Events = Iterable[
@@ -38,7 +38,7 @@ class Choice:
         """Returns (id, name, arguments as JSON) of each tool call."""
         functions = [call["function"] for call in self.message.get("tool_calls", ())]
         return [
-            (id, function["name"], call_text(function["arguments"]))
+            (id, function["name"], as_text(function["arguments"]))
             for id, function in zip(self.call_ids, functions, strict=True)
         ]
 
@@ -61,10 +61,6 @@ class Answers:
     @property
     def num_answer_tokens(self) -> int:
         return sum(len(choice.completion.token_ids) for choice in self.choices)
-
-
-def new_id() -> str:
-    return secrets.token_hex(12)
 
 
 def call_ids_of(message: Message) -> tuple[str, ...]:

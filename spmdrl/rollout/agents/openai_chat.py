@@ -6,6 +6,7 @@ are vLLM's.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 from spmdrl.rollout.agents.answers import Answers, Choice, Events
@@ -244,19 +245,12 @@ def text_choice(
 ) -> dict[str, Any]:  # fmt: skip
     logprobs = None
     if request.logprobs:
+        starts = list(accumulate(map(len, choice.token_texts), initial=0))
         logprobs = {
             "tokens": choice.token_texts, "token_logprobs": choice.completion.logprobs,
-            "top_logprobs": None, "text_offset": offsets(choice.token_texts),
+            "top_logprobs": None, "text_offset": starts[:-1],
         }  # fmt: skip
     return {
         "index": index, "text": echoed + choice.text, "finish_reason": choice.finish_reason,
         "logprobs": logprobs, **token_ids(request, choice),
     }  # fmt: skip
-
-
-def offsets(texts: list[str]) -> list[int]:
-    found, place = [], 0
-    for text in texts:
-        found.append(place)
-        place += len(text)
-    return found

@@ -6,6 +6,7 @@ import copy
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.pictures import with_pictures
 from spmdrl.data.source_adapters import adapter_of
-from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
+from spmdrl.rewards.workers.caller import Caller, arguments_of
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.agents.call_queue import CallQueue
 from spmdrl.rollout.agents.chat_encoder import ChatEncoders
@@ -85,7 +86,7 @@ class Running:
     """A trajectory whose agent is at work."""
 
     session: Session
-    submitted: Submitted
+    submitted: Future[Any]
     attempt: int = 0
     paused: bool = False  # whether it waited for a step, which its time limit does not know
 
@@ -161,14 +162,14 @@ class AgentPool:
     def end(self, address: Address) -> None:
         """Ends a trajectory, and its agent where that is still at work."""
         running = self.running.pop(address)
-        running.submitted.future.cancel()
+        running.submitted.cancel()
         running.session.close()
         self.server.post(self.server.endpoint.end, running.session.trajectory.id)
 
     def collect(self, task: AgentTask, params: SamplingParams) -> bool:
         """Whether the task's agent has ended. One that failed begins anew, if it may."""
         running = self.running[task.address]
-        if not running.submitted.is_ready():
+        if not running.submitted.done():
             return False
         reply = running.submitted.result()
         self.end(task.address)

@@ -250,8 +250,3 @@ def without_surrogates(value: Any) -> Any:
 def over(id: str) -> ApiError:
     """Returns the refusal of a request whose trajectory is over."""
     return ApiError(410, f"the trajectory {id!r} is over: its agent has ended", "trajectory_over")
-
-
-def call_text(arguments: Any) -> str:
-    """Returns a call's arguments as APIs give them: JSON."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

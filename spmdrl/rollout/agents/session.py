@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spmdrl.rollout.agents.answers import Answers, Choice, call_ids_of, new_id
+from spmdrl.rollout.agents.answers import Answers, Choice, call_ids_of
 from spmdrl.rollout.agents.call_queue import CallQueue
 from spmdrl.rollout.agents.chat_encoder import ChatEncoders, before_stop
 from spmdrl.rollout.agents.requests import ApiError, ChatRequest, TextRequest, over
@@ -180,7 +181,7 @@ class Session:
         """Adds answers to the trajectory, with what the agent is told of each. Returns the id of
         the whole. Raises ApiError once the trajectory is closed, and perhaps being trained on.
         """
-        id = new_id()
+        id = secrets.token_hex(12)
         with self.lock:
             if self.over:
                 raise over(self.trajectory.id)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from spmdrl.data.chat import Encoder, render_chat
-from spmdrl.data.chat_labels import without_space
+from spmdrl.data.left_out import without_space
 from spmdrl.data.table_files import BadRow
 from spmdrl.rollout.multi_turn.images import texts_of
 from spmdrl.types import Message

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 from spmdrl.config import PpoConfig
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.table_files import BadRow
-from spmdrl.rewards.workers.caller import Caller, Submitted
+from spmdrl.rewards.workers.caller import Caller
 from spmdrl.rewards.workers.stateful_tools import CALLED_WITH, Made, Objects, calls_of
 from spmdrl.rewards.workers.worker import Reply, plain
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, SamplingParams
@@ -61,7 +62,7 @@ class ToolRequest(NamedTuple):
     """A tool, or the environment where `call` is None."""
 
     call: Call | None
-    under_way: Submitted | None  # None: it is not called; call.problem may say why
+    under_way: Future[Any] | None  # None: it is not called; call.problem may say why
     # of its reply among those to all calls of the same object; None: it is no object's
     place: int | None = None
 
@@ -211,7 +212,7 @@ class TurnHandler(NoCalls):
 
     def call_tool(
         self, objects: Objects, calls: list[Made], position: int, turn: Completion
-    ) -> Submitted:
+    ) -> Future[Any]:
         prompt, sample_index = self.addressed[position]
         told = Turn(prompt, sample_index, [], 0)
         given = {name: ARGUMENTS[name](told) for name in objects.takes}
@@ -222,7 +223,7 @@ class TurnHandler(NoCalls):
     def call_object(
         self, objects: Objects, given: dict[str, Any], before: list[Made], calls: list[Made],
         position: int, turn: Completion,
-    ) -> Submitted:  # fmt: skip
+    ) -> Future[Any]:  # fmt: skip
         home = self.home(position)
         arguments = {"key": home, "given": given, "before": before, "calls": calls}
         times = 1 + len(turn.replies)  # each turn's calls were made within the limit
@@ -238,7 +239,7 @@ class TurnHandler(NoCalls):
 
     def is_ready(self, pending: Pending) -> bool:
         under_way = [request.under_way for request in pending.requests]
-        return all(call is None or call.is_ready() for call in under_way)
+        return all(call is None or call.done() for call in under_way)
 
     def result(self, request: ToolRequest) -> Reply:
         if request.under_way is None:
@@ -291,7 +292,7 @@ class TurnHandler(NoCalls):
         for pending in self.pending.values():
             for request in pending.requests:
                 if request.under_way is not None:
-                    request.under_way.future.cancel()
+                    request.under_way.cancel()
         left = {i: pending.turn for i, pending in self.pending.items()}
         self.pending.clear()
         return left

@@ -237,5 +237,5 @@ class CallParser:
 
 
 def as_text(value: Any) -> str:
-    """Returns what a tool returned as text, for the model to read."""
+    """Returns what a tool is given or returned as text: JSON, unless it is a text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -145,6 +145,8 @@ def engine_args(
     overrides: Any = config_of_engine if by_itself or in_floats else {}
     by_push = not load_weights and config.quantization != "fp8"
     blank = {"load_format": compat.blank_format()} if by_push else {}
+    # None: vLLM measures what gpu_memory_utilization leaves beside weights and activations
+    mib = config.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else None)
     return EngineArgs(
         model=model,
         skip_tokenizer_init=True,
@@ -159,7 +161,7 @@ def engine_args(
         max_num_seqs=config.max_num_seqs,
         enforce_eager=eager,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_cache_memory_bytes=kv_cache_bytes(config, on_cpu),
+        kv_cache_memory_bytes=mib << 20 if mib else None,
         enable_sleep_mode=config.sleep and not on_cpu and not frozen,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
@@ -203,12 +205,6 @@ def cpu_args(text: Any) -> dict[str, Any]:
     """
     latent = {"attention_backend": CPU_BACKEND} if is_latent(text) else {}
     return {"block_size": 32} | latent
-
-
-def kv_cache_bytes(config: RolloutConfig, on_cpu: bool) -> int | None:
-    """None: vLLM measures what gpu_memory_utilization leaves beside weights and activations."""
-    mib = config.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else None)
-    return mib << 20 if mib else None
 
 
 def num_experts(text: Any) -> int:

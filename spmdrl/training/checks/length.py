@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from spmdrl.config import NotGiven, PpoConfig, RunConfig, require
+from spmdrl.config import NotGiven, PpoConfig, RunConfig, SupervisedConfig, require
 from spmdrl.distributed.placement import is_frozen, training_roles
 from spmdrl.training.checks.common import check_decay, warnings_of_optimizer
 from spmdrl.training.logs.profiler import check_profile
-from spmdrl.training.run_length import updates_per_run
+from spmdrl.training.run_length import is_known, updates_per_run
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +26,26 @@ def check_length(config: RunConfig) -> None:
     )
 
 
-def warnings_of_length(config: PpoConfig) -> list[str]:
-    """Returns warnings about what a run of so many steps does to optimizers and roles."""
-    found, updates, algo = [], updates_per_run(config), config.algo
+def warnings_of_length(config: PpoConfig | SupervisedConfig) -> list[str]:
+    """Returns warnings about what a run of so many steps does to optimizers and roles; none where
+    the number of steps is not known yet.
+    """
+    found: list[str] = []
+    if not is_known(config):
+        return found
     for name, role in training_roles(config).items():
         if not is_frozen(name):
-            found += warnings_of_optimizer(name, role.optim, updates)
-    if 0 < config.steps <= algo.critic_warmup_steps:
+            found += warnings_of_optimizer(name, role.optim, updates_per_run(config))
+    warmup = config.algo.critic_warmup_steps if isinstance(config, PpoConfig) else 0
+    if 0 < config.steps <= warmup:
         found.append(
-            f"algo.critic_warmup_steps={algo.critic_warmup_steps} are all of the {config.steps} "
-            "steps: the actor is not trained"
+            f"algo.critic_warmup_steps={warmup} are all of the {config.steps} steps: the actor is "
+            "not trained"
         )
     return found
 
 
-def check_steps(config: PpoConfig, world: int) -> None:
+def check_steps(config: PpoConfig | SupervisedConfig, world: int) -> None:
     """Checks, of a run whose length is given in epochs, what depends on its number of steps; it is
     known once the data has been read. Raises ConfigError, and warns.
     """

@@ -87,7 +87,10 @@ def _shape_of(model: str, kind: str, changed_at: int) -> ModelShape:
         count += text.hidden_size + 1 - (0 if tied else matrix)
     layer = max(parameters_in(layer) for layer in decoder_layers(shell))
     has_head = kind == "policy" and not tied
-    experts = [expert_parameters(layer) for layer in decoder_layers(shell)]
+    experts = [
+        sum(parameters_in(module) for module in expert_modules(layer))
+        for layer in decoder_layers(shell)
+    ]
     return ModelShape(
         kind, hf, shell, count, layer, matrix, has_head, sum(experts), max(experts)
     )  # fmt: skip
@@ -95,11 +98,6 @@ def _shape_of(model: str, kind: str, changed_at: int) -> ModelShape:
 
 def parameters_in(module: nn.Module) -> int:
     return sum(prod(p.shape) for p in module.parameters())
-
-
-def expert_parameters(layer: nn.Module) -> int:
-    """Returns how many parameters the routed experts of a layer have."""
-    return sum(parameters_in(module) for module in expert_modules(layer))
 
 
 def optimizer_bytes(shape: ModelShape, name: str) -> float:

@@ -59,15 +59,14 @@ from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.mismatch import check_explain_mismatch
 from spmdrl.training.checks.ranges import check_bounds
-from spmdrl.training.checks.router_aux_loss import check_router_aux_loss
-from spmdrl.training.checks.router_replay import check_router_replay
+from spmdrl.training.checks.routers import check_router_aux_loss, check_router_replay
 from spmdrl.training.checks.sampler import check_sampler
 from spmdrl.training.checks.sampling_mask import check_sampling_mask
 from spmdrl.training.checks.strict import check_strict, check_strict_model
 from spmdrl.training.checks.turns import check_reply_images, check_turns
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.logs.trackers import check_trackers
-from spmdrl.training.run_length import is_known, known_updates
+from spmdrl.training.run_length import known_updates
 
 logger = logging.getLogger(__name__)
 
@@ -190,9 +189,9 @@ def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
 
 def warnings_of(config: PpoConfig) -> list[str]:
     """Returns warnings about what may be meant, and mostly is not."""
-    found = warnings_of_length(config) if is_known(config) else []
     return [
-        *found, *warnings_of_agents(config), *warnings_of_run(config), *warnings_of_kept(config)
+        *warnings_of_length(config), *warnings_of_agents(config), *warnings_of_run(config),
+        *warnings_of_kept(config),
     ]  # fmt: skip
 
 

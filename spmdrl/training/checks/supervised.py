@@ -23,7 +23,6 @@ from spmdrl.hub.remote_code import allow_code
 from spmdrl.training.checks.adapters import check_average
 from spmdrl.training.checks.common import (
     check_checkpoint,
-    check_decay,
     check_megatron,
     check_pixels,
     check_places,
@@ -32,17 +31,16 @@ from spmdrl.training.checks.common import (
     check_vision,
     check_world,
     keep_towers,
-    warnings_of_optimizer,
     warnings_of_run,
 )
 from spmdrl.training.checks.distillation import check_sft_distillation, check_tokenizers
 from spmdrl.training.checks.fp8 import check_fp8
-from spmdrl.training.checks.length import check_length
+from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.ranges import check_bounds
-from spmdrl.training.checks.router_aux_loss import check_router_aux_loss
+from spmdrl.training.checks.routers import check_router_aux_loss
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.logs.trackers import check_trackers
-from spmdrl.training.run_length import is_known, known_updates
+from spmdrl.training.run_length import known_updates
 
 logger = logging.getLogger(__name__)
 
@@ -164,20 +162,7 @@ def check_supervised(
         "model", config.model, load_hf_config(config.model),
         is_policy=not isinstance(config, RewardTrainingConfig),
     )  # fmt: skip
-    found: list[str] = []
-    if is_known(config):
-        found = warnings_of_optimizer("actor", config.actor.optim, config.steps)
-    for warning in [*found, *warnings_of_run(config)] if warn else []:
-        logger.warning(warning)
-
-
-def check_steps(config: SupervisedConfig, world: int) -> None:
-    """Checks what depends on the number of steps, as rl.check_steps does. Raises ConfigError."""
-    if not config.epochs:
-        return
-    check_profile(config, world)
-    check_decay("actor", config.actor.optim, config.steps)
-    for warning in warnings_of_optimizer("actor", config.actor.optim, config.steps):
+    for warning in [*warnings_of_length(config), *warnings_of_run(config)] if warn else []:
         logger.warning(warning)
 
 

@@ -53,10 +53,9 @@ class TraceFile:
         for number, path in trace_files(run_dir).items():
             if number == rank:
                 self.num_lines = cut_back(path, resume_step, aside)
+            # each left-over file has one rank that sees to it
             elif world is not None and number >= world and number % world == rank:
-                cut_back(
-                    path, resume_step, aside
-                )  # each left-over file has one rank that sees to it
+                cut_back(path, resume_step, aside)
 
     def write(self, step: int, spans: list[Span]) -> None:
         """Appends a line. A step may come twice (with its checkpoint, say): both lines count."""

@@ -53,10 +53,20 @@ class Tensorboard(Tracker):
 
 
 class Service(Tracker):
-    """A service of others, which sorts runs by projects."""
+    """A service of others, which sorts runs by projects. `run` is the entry, as most packages have
+    it.
+    """
+
+    run: Any
 
     def __init__(self, project: str) -> None:
         self.project = project
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
 
 
 class Wandb(Service):
@@ -84,9 +94,6 @@ class Wandb(Service):
         import wandb
 
         self.run.log({"step": step, name: wandb.Table(columns=COLUMNS, data=as_table(answers))})
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 class Mlflow(Service):
@@ -160,17 +167,11 @@ class Swanlab(Service):
         except (ApiError, AuthenticationError) as error:
             raise ConfigError(f"trackers: swanlab, project={self.project!r}: {error}") from error
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.run.log(dict(metrics), step=step)
-
     def log_answers(self, step: int, name: str, answers: list[SampleRow]) -> None:
         """Logs answers as texts."""
         import swanlab
 
         self.run.log({name: [swanlab.Text(as_markdown([row])) for row in answers]}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 class Trackio(Service):
@@ -184,17 +185,11 @@ class Trackio(Service):
             config=dict(options), resume="allow", embed=False,
         )  # fmt: skip
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.run.log(dict(metrics), step=step)
-
     def log_answers(self, step: int, name: str, answers: list[SampleRow]) -> None:
         """Logs answers as a table."""
         import trackio
 
         self.run.log({name: trackio.Table(columns=COLUMNS, data=as_table(answers))}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 SERVICES: dict[str, type[Service]] = {

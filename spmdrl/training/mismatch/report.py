@@ -30,9 +30,6 @@ class MismatchReport:
     divergence: Divergence | None = None
     weights: str = ""  # what the comparison of weights says
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def text(self) -> str:
         """Some 10 to 25 lines."""
         prompt, group, index = (self.sample[key] for key in ("prompt", "group", "index"))
@@ -118,5 +115,5 @@ def write_report(report: MismatchReport, run_dir: Path) -> Path:
     with writing(text):
         folder.mkdir(exist_ok=True)
         text.write_text(f"{report.text()}\n")
-        data.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        data.write_text(json.dumps(asdict(report), indent=1) + "\n")
     return text

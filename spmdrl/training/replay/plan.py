@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,6 @@ class ReplayPlan:
     row: Mapping[str, Any]  # of metrics.jsonl
     computed: SequenceSums | None  # what the run has kept of it
     actor_ranks: int  # of the run; 0: not known
-
-    def with_config(self, config: PpoConfig) -> ReplayPlan:
-        return replace(self, config=config)
 
     def described(self) -> str:
         """Says what is replayed, and from where."""

@@ -178,7 +178,7 @@ def test_what_it_has_started_in_sessions_of_its_own_ends_with_it(tmp_path: Path)
             assert time.monotonic() < end
             pids = {id: int(t) for id in calls if (t := read_file(f"{tmp_path}/{id}").strip())}
             time.sleep(0.01)
-        calls["stays"].future.cancel()
+        calls["stays"].cancel()
         while any(map(psutil.pid_exists, (pids["ends"], pids["stays"]))):
             assert time.monotonic() < end
             time.sleep(0.01)

@@ -36,7 +36,6 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.distributed.topology import Topology
-from spmdrl.rewards.workers.caller import Submitted
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.agents.endpoint import Endpoint
 from spmdrl.rollout.agents.pool import AgentPool, AgentTask, Running
@@ -354,7 +353,7 @@ def begun(pool: AgentPool, task: AgentTask, versions: list[int], **fields: Any) 
     answer = Completion([6] * len(versions), [-1.0] * len(versions), "stop", versions)
     trajectory.commit(draft, answer, {"role": "assistant", "content": "x"})
     pool.server.post(pool.server.endpoint.begin, session)
-    pool.running[task.address] = Running(session, Submitted(future), **fields)
+    pool.running[task.address] = Running(session, future, **fields)
     return future
 
 
