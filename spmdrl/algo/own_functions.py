@@ -33,6 +33,16 @@ def require_shape(where: str, value: Any, shape: torch.Size, text: str) -> None:
     )
 
 
+def require_gradient(where: str, value: Tensor, logprobs: Tensor) -> None:
+    """The rest of a loss may have a gradient: then the run would go on and learn that alone."""
+    learns = torch.is_grad_enabled() and logprobs.requires_grad
+    require(
+        value.requires_grad or not learns,
+        f"{where} must have a gradient with respect to logprobs; nothing is learnt from numbers "
+        "without one, as tensor.detach() and torch.no_grad() make them",
+    )
+
+
 def name_of(function: Any) -> str:
     return getattr(function, "__name__", "your function")
 
@@ -50,6 +60,7 @@ def checked_loss(
                 f"be {{}}; it returned a {type(found).__name__}")  # fmt: skip
         losses, metrics = found
         require_shape(f"{where}, as losses,", losses, logprobs.shape, "(num_tokens,)")
+        require_gradient(f"{where}: losses", losses, logprobs)
         for key, value in metrics.items():
             require(isinstance(key, str), f"{where}: the name {key!r} of a metric is no text")
             require(key not in TAKEN, f"{where}: every run has a metric actor/{key} of its own; "
@@ -78,6 +89,7 @@ def checked_kl(function: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tenso
         found = function(logprobs, ref_logprobs)
         where = f"algo.kl_estimator: {name_of(function)}"
         require_shape(where, found, logprobs.shape, "(num_tokens,)")
+        require_gradient(where, found, logprobs)
         return found
 
     return kl

@@ -76,7 +76,10 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
         check_shown(config, dataset)
         if name == "train":
             num_prompts, lengths = len(dataset), dataset.num_tokens
-            mixture = build_order(config, dataset).lines()
+            order = build_order(config, dataset)
+            mixture = order.lines()
+            if order.function is not None:  # what it returns is checked
+                order.draw(config.data.prompts_per_step, step=1, sampling_round=0)
             config = with_length(config, num_prompts)
             check_steps(config, ranks)
             check_kept(config, with_replies(dataset.looks(), config))

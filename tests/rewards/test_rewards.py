@@ -200,6 +200,7 @@ def test_a_coroutine_out_of_a_plain_function():
         (lambda response, answer: 1, "requires 'answer', .* response, solution_str, ground_truth"),
         (lambda response, /: 1, "requires 'response', which is not known by keyword"),
         ("gsm8", "no built-in reward 'gsm8'.*did you mean 'gsm8k'"),
+        (lambda response: (yield 1.0), "has `yield`, so a call returns a generator and no value"),
         (3, "a reward is a function"),
         ({}, "empty mapping"),
         ({"a": "gsm8k", "b": "nope"}, "no built-in reward 'nope'"),

@@ -83,6 +83,8 @@ class Reply(NamedTuple):
         if inspect.iscoroutine(result):
             result.close()
             return cls(None, "returned a coroutine; declare it with `async def`")
+        if inspect.isgenerator(result) or inspect.isasyncgen(result):
+            return cls(None, "returned a generator; use `return` in place of `yield`")
         try:
             return cls(plain(result))
         except (ValueError, TypeError, RecursionError) as error:
