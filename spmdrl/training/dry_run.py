@@ -18,6 +18,7 @@ from spmdrl.distributed.placement import place, training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.rewards.runner import RewardRunner, rewards_of
+from spmdrl.rewards.workers.worker import cause_of
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
 from spmdrl.rollout.multi_turn.environment import check_environments
 from spmdrl.training.build import (
@@ -245,7 +246,7 @@ def answered(prompt: Prompt, answer: str) -> Sample:
 
 
 def last_line(reason: str | None) -> str:
-    """Returns a traceback's last line, which is what was raised, and where in the user's code."""
-    lines = (reason or "").strip().splitlines() or [""]
+    """Returns what was raised, of a traceback, and where in the user's code."""
+    lines = (reason or "").splitlines()
     places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
-    return lines[-1] + (f" ({places[-1]})" if places else "")
+    return cause_of(reason or "") + (f" ({places[-1]})" if places else "")

@@ -157,6 +157,16 @@ def reason_of(error: BaseException) -> str:
     return text if len(text) <= MAX_REASON_CHARS else f"... {text[-MAX_REASON_CHARS:]}"
 
 
+def cause_of(reason: str) -> str:
+    """Returns what was raised, of a traceback: the first line behind its frames, since a message
+    may go on with advice. Of any other reason the last line.
+    """
+    lines = reason.strip().splitlines() or [""]
+    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    behind = lines[frames[-1] :] if frames else []
+    return next((line for line in behind if not line.startswith(" ")), lines[-1])
+
+
 def to_outcome(result: Any) -> RewardResult:
     """A number, or a mapping with "score", or with a list of "turns", whose sum is added to the
     score. Of its other entries the numbers are kept for the log.
