@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import time
+from collections.abc import AsyncIterator, Iterator
 
 
 def multiply(a: int, b: int) -> int:
@@ -49,6 +50,20 @@ def bad(kind: str) -> str:
     if kind == "bytes":
         return "42 \u20ac\n".encode() + b"\xff"  # type: ignore[return-value]
     return object()  # type: ignore[return-value]
+
+
+def in_parts() -> Iterator[str]:
+    """Says it in parts."""
+    yield "a"
+
+
+async def in_parts_later(text: str) -> AsyncIterator[str]:
+    """Says it in parts.
+
+    Args:
+        text: what is to be said
+    """
+    yield text
 
 
 def untyped(a):

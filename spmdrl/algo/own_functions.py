@@ -26,6 +26,11 @@ TAKEN = frozenset({  # metrics of a step that are no loss's own
 })  # fmt: skip
 
 
+TAKEN_OF_ANSWERS = frozenset({  # those that preference optimisation writes for every loss
+    "loss", "grad_norm", "lr", "entropy", "kl", "desirable", "logps/chosen", "logps/rejected",
+})  # fmt: skip
+
+
 def require_shape(where: str, value: Any, shape: torch.Size, text: str) -> None:
     """text: the shape in words, such as "(num_tokens,)"."""
     has = f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else repr(value)
@@ -33,6 +38,16 @@ def require_shape(where: str, value: Any, shape: torch.Size, text: str) -> None:
         torch.is_tensor(value) and value.shape == shape,
         f"{where} returned {has[:100]}; it must return a tensor of shape {text}, here "
         f"{tuple(shape)}",
+    )
+
+
+def require_gradient(where: str, value: Tensor, logprobs: Tensor) -> None:
+    """The rest of a loss may have a gradient: then the run would go on and learn that alone."""
+    learns = torch.is_grad_enabled() and logprobs.requires_grad
+    require(
+        value.requires_grad or not learns,
+        f"{where} must have a gradient with respect to logprobs; nothing is learnt from numbers "
+        "without one, as tensor.detach() and torch.no_grad() make them",
     )
 
 
@@ -49,15 +64,10 @@ def checked_loss(
 
     def loss(logprobs: Tensor, old_logprobs: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         found = function(logprobs, old_logprobs, mb)
-        is_pair = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], dict)
-        require(is_pair, f"{where} must return a pair: losses, and a dict of metrics, which may "
-                f"be {{}}; it returned a {type(found).__name__}")  # fmt: skip
-        losses, metrics = found
+        losses, metrics = losses_and_metrics(where, found, TAKEN, "actor/")
         require_shape(f"{where}, as losses,", losses, logprobs.shape, "(num_tokens,)")
+        require_gradient(f"{where}: losses", losses, logprobs)
         for key, value in metrics.items():
-            require(isinstance(key, str), f"{where}: the name {key!r} of a metric is no text")
-            require(key not in TAKEN, f"{where}: actor/{key} is a metric of a run's own; give "
-                    "yours another name")  # fmt: skip
             if not torch.is_tensor(value) or value.ndim > 0:  # one number is every token's
                 require_shape(
                     f"{where}, as the metric {key!r},", value, logprobs.shape, "(num_tokens,)"
@@ -65,6 +75,36 @@ def checked_loss(
         return losses, metrics
 
     return loss
+
+
+def losses_and_metrics(
+    where: str, found: Any, taken: frozenset[str], prefix: str = ""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns what a loss returned. Its metrics are logged behind `prefix`, where every run has
+    those that are `taken`.
+    """
+    is_pair = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], dict)
+    require(is_pair, f"{where} must return a pair: losses, and a dict of metrics, which may "
+            f"be {{}}; it returned a {type(found).__name__}")  # fmt: skip
+    losses, metrics = found
+    for key in metrics:
+        require(isinstance(key, str), f"{where}: the name {key!r} of a metric is no text")
+        require(key not in taken, f"{where}: every run has a metric {prefix}{key} of its own; "
+                "give yours another name")  # fmt: skip
+    return losses, metrics
+
+
+def checked_answers(
+    function: Callable[[Any], Any], answers: Any, logprobs: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Calls a loss of preference optimisation. logprobs: of answers, one for each loss there is."""
+    where = f"the preference loss {name_of(getattr(function, 'func', function))}"
+    losses, metrics = losses_and_metrics(where, function(answers), TAKEN_OF_ANSWERS)
+    named = {"losses": losses} | {f"the metric {key!r}": value for key, value in metrics.items()}
+    for what, value in named.items():
+        require_shape(f"{where}, as {what},", value, logprobs.shape, "(pairs or answers,)")
+    require_gradient(f"{where}: losses", losses, logprobs)
+    return losses, metrics
 
 
 def checked_aggregation(function: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -88,6 +128,7 @@ def checked_kl(function: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tenso
         found = function(logprobs, ref_logprobs)
         where = f"algo.kl_estimator: {name_of(function)}"
         require_shape(where, found, logprobs.shape, "(num_tokens,)")
+        require_gradient(where, found, logprobs)
         return found
 
     return kl

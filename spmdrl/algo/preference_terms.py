@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdrl.algo.own_functions import checked_answers
 from spmdrl.algo.preference_losses import LabelledAnswers, Loss, Pairs
 from spmdrl.segments import segment_expand, segment_sum
 from spmdrl.types import Batch
@@ -63,7 +64,7 @@ def pair_terms(
 
 def terms_of_pairs(pairs: Pairs, loss: Callable[[Pairs], Loss]) -> dict[str, Tensor]:
     """Returns the loss and the metrics of each pair, (num_pairs,) float64."""
-    losses, found = loss(pairs)
+    losses, found = checked_answers(loss, pairs, pairs.chosen)
     found = {"rewards/chosen": pairs.chosen_ratios, "rewards/rejected": pairs.rejected_ratios,
              **found}  # fmt: skip
     better, worse = found["rewards/chosen"].detach(), found["rewards/rejected"].detach()
@@ -112,7 +113,7 @@ def labelled_terms(
     assert mb.ref_sums is not None
     sums, desirable = answer_sums(logprobs, mb)[kept], mb.rewards[kept].double()
     answers = LabelledAnswers(sums, mb.ref_sums[kept], desirable, counts[kept], kl)
-    losses, found = loss(answers)
+    losses, found = checked_answers(loss, answers, sums)
     signs = 2 * desirable - 1
     right = {"rewards/accuracies": (signs * (answers.ratios - kl) > 0).double()}
     found = right | {"rewards": answers.ratios} | found

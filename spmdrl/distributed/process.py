@@ -78,7 +78,8 @@ def prepare_environment() -> None:
         os.environ.update(alone)
     level = logging.INFO if os.environ["RANK"] == "0" else logging.ERROR
     lines = LineHandler()
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", handlers=[lines])
+    lines.setFormatter(LineFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[lines])
     logging.getLogger("spmdrl").setLevel(level)
     for module in ("torch", "vllm"):  # deprecations between our libraries, nobody's to act on
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
@@ -121,6 +122,17 @@ def raise_file_limit_of(pid: int) -> None:
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class LineFormatter(logging.Formatter):
+    """Begins a line of a library with its logger's name, one of ours with "warning" or "spmdrl"."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.name.partition(".")[0] != "spmdrl":
+            return f"{record.name}: {text}"
+        is_note = record.levelno < logging.WARNING
+        return f"{'spmdrl' if is_note else record.levelname.lower()}: {text}"
 
 
 class LineHandler(logging.Handler):

@@ -10,6 +10,7 @@ from typing import Any
 from spmdrl.rehearse.probes import Probes
 from spmdrl.rehearse.runs import Outcome, rows_of, samples_of
 from spmdrl.rehearse.scale import Change
+from spmdrl.rewards.workers.worker import cause_of
 
 SHOWN_SAMPLES, SHOWN_CHARS = 3, 160
 
@@ -71,7 +72,7 @@ def sample_lines(samples: Sequence[dict[str, Any]]) -> list[str]:
     invalid = [row for row in samples if row["invalid"] is not None]
     lines.append(f"invalid: {len(invalid)} of {len(samples)}")
     if invalid:
-        lines.append(f"  the first: {invalid[0]['invalid'].strip().splitlines()[-1]}")
+        lines.append(f"  the first: {cause_of(invalid[0]['invalid'])}")
     return lines
 
 

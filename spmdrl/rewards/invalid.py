@@ -13,6 +13,7 @@ from spmdrl.config import RewardConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import default_store
 from spmdrl.rewards.runner import TooManyInvalid
+from spmdrl.rewards.workers.worker import cause_of
 from spmdrl.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,7 @@ class InvalidWatch:
         max_invalid_fraction of all samples are bad.
         """
         count = self.store.add("samples", 1)
-        reason = invalid.strip().splitlines()[-1:]
-        first = f"prompt {sample.prompt.id}: {''.join(reason)}"
+        first = f"prompt {sample.prompt.id}: {cause_of(invalid)}"
         late = invalid.startswith("timed out")
         if late and (number := self.store.add("late", 1)) <= MOST_LOGGED:
             # not a warning, which ranks other than 0 do not show

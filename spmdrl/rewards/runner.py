@@ -30,7 +30,7 @@ from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, agent, graded_math,
 from spmdrl.rewards.sandbox.remote import check_remote
 from spmdrl.rewards.workers.caller import Caller, arguments_of
 from spmdrl.rewards.workers.pool import innermost
-from spmdrl.rewards.workers.worker import REWARD_FUNCTION, RewardResult, image_part
+from spmdrl.rewards.workers.worker import REWARD_FUNCTION, RewardResult, cause_of, image_part
 from spmdrl.types import Picture
 
 if TYPE_CHECKING:
@@ -343,9 +343,8 @@ def raise_too_many(
     quoted = int(counts[:, 0].nonzero()[0])
     first = None
     if topology.rank == quoted:
-        reason = (invalid[0].invalid or "").strip().splitlines()
         where = f"prompt {invalid[0].prompt.id} on rank {topology.ranks[quoted]}"
-        first = f"{where}: {reason[-1] if reason else ''}"
+        first = f"{where}: {cause_of(invalid[0].invalid or '')}"
     first = broadcast_object(first, topology.group, quoted)
     raise TooManyInvalid(
         f"{num_invalid} of {num_samples} samples have no reward, more than "

@@ -18,6 +18,7 @@ from spmdrl.distributed.placement import place, training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.rewards.runner import RewardRunner, rewards_of
+from spmdrl.rewards.workers.worker import cause_of
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
 from spmdrl.rollout.multi_turn.environment import check_environments
 from spmdrl.training.build import (
@@ -77,7 +78,10 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
         if name == "train":
             num_prompts, lengths = len(dataset), dataset.num_tokens
             image_tokens = dataset.image_tokens
-            mixture = build_order(config, dataset).lines()
+            order = build_order(config, dataset)
+            mixture = order.lines()
+            if order.function is not None:  # what it returns is checked
+                order.draw(config.data.prompts_per_step, step=1, sampling_round=0)
             config = with_length(config, num_prompts)
             check_steps(config, ranks)
             check_kept(config, with_replies(dataset.looks(), config))
@@ -238,7 +242,7 @@ def answered(prompt: Prompt, answer: str) -> Sample:
 
 
 def last_line(reason: str | None) -> str:
-    """Returns a traceback's last line, which is what was raised, and where in the user's code."""
-    lines = (reason or "").strip().splitlines() or [""]
+    """Returns what was raised, of a traceback, and where in the user's code."""
+    lines = (reason or "").splitlines()
     places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
-    return lines[-1] + (f" ({places[-1]})" if places else "")
+    return cause_of(reason or "") + (f" ({places[-1]})" if places else "")

@@ -561,7 +561,10 @@ def test_functions_of_the_users_take_the_place_of_names():
         ({"policy_loss": lambda new, old, mb: (new, {"lr": new})}, "actor/lr is a metric of a run"),
         ({"policy_loss": lambda new, old, mb: (new, {"mine": 1.0})}, "metric 'mine', returned 1.0"),
         ({"policy_loss": lambda new, old, mb: (new, {3: new})}, "name 3 of a metric"),
+        ({"policy_loss": lambda new, old, mb: (new.detach(), {}), "entropy_coef": 0.1},
+         "<lambda>: losses must have a gradient with respect to logprobs"),
         ({"kl_estimator": lambda p, q: (p - q).sum(), "kl_coef": 0.1}, r"tensor of shape \(\)"),
+        ({"kl_estimator": lambda p, q: (p - q).detach(), "kl_coef": 0.1}, "must have a gradient"),
     ],
 )  # fmt: skip
 def test_what_functions_of_the_users_return_is_checked(chosen, message):

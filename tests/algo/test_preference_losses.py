@@ -296,3 +296,21 @@ def test_a_record_of_a_loss_is_checked():
         PreferenceLoss("dpo")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one from the reference"):
         PreferenceLoss(mine, unpaired=True, reference=False)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (lambda a: (-a.chosen.mean(), {}), r"as losses, returned a tensor of shape \(\)"),
+        (lambda a: -a.chosen, "must return a pair"),
+        (lambda a: (-a.chosen.detach(), {}), "must have a gradient"),
+        (lambda a: (-a.chosen, {"loss": a.chosen}), "a metric loss of its own"),
+        (lambda a: (-a.chosen, {"margin": a.chosen.mean()}), "metric 'margin', returned"),
+    ],
+)
+def test_what_a_loss_of_the_users_returns_is_checked(own, message):
+    """A mean over the pairs of a micro-batch was divided by their number once more."""
+    batch, logprobs = made(4)
+    loss = loss_function(PreferenceConfig(own))
+    with pytest.raises(ConfigError, match=f"preference loss <lambda>.*{message}"):
+        pair_terms(logprobs, batch, loss, None)

@@ -15,7 +15,7 @@ import pytest
 
 import spmdrl
 from spmdrl.distributed import progress
-from spmdrl.distributed.process import LineHandler
+from spmdrl.distributed.process import LineFormatter, LineHandler
 from spmdrl.distributed.progress import ERASE, WORDS, Progress, spoken
 
 
@@ -211,6 +211,19 @@ def test_a_wrong_log_call_of_a_library_ends_nothing(capsys):
     log.warning("%d rows", 3)
     out, err = capsys.readouterr()
     assert out == "3 rows\n" and "TypeError" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "line"),
+    [
+        ("spmdrl.training.checks.rl", logging.WARNING, "warning: 3 rows"),
+        ("spmdrl.data.prompts", logging.INFO, "spmdrl: 3 rows"),
+        ("library.part", logging.WARNING, "library.part: 3 rows"),
+    ],
+)
+def test_a_line_of_ours_says_what_it_is_and_one_of_a_library_whose(name, level, line):
+    record = logging.LogRecord(name, level, "file.py", 1, "%d rows", (3,), None)
+    assert LineFormatter().format(record) == line
 
 
 def test_every_phase_has_plain_words():

@@ -12,6 +12,7 @@ from reward_processes import children, run, sample
 
 from spmdrl.config import ConfigError, RewardConfig
 from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rewards.workers.worker import cause_of
 from spmdrl.training.dry_run import scored_examples
 from spmdrl.types import Sample
 
@@ -209,6 +210,16 @@ def test_numpy_and_torch_scalars():
     assert [s.reward for s in got] == [0.5, 2.0, 1.0, None]
 
 
+def test_the_cause_of_an_error_is_its_message_and_no_advice_behind_it():
+    def reward(response):
+        raise ConnectionError("Client error '401 Unauthorized'\nFor more information see: a page")
+
+    [got] = run(reward, [sample("")])
+    assert got.invalid.endswith("see: a page")
+    assert cause_of(got.invalid) == "ConnectionError: Client error '401 Unauthorized'"
+    assert cause_of("timed out after 3 s") == "timed out after 3 s" and cause_of("") == ""
+
+
 def test_a_coroutine_out_of_a_plain_function():
     async def later():
         return 1.0
@@ -223,6 +234,7 @@ def test_a_coroutine_out_of_a_plain_function():
         (lambda response, answer: 1, "requires 'answer', .* response, solution_str, ground_truth"),
         (lambda response, /: 1, "requires 'response', which is not known by keyword"),
         ("gsm8", "no built-in reward 'gsm8'.*did you mean 'gsm8k'"),
+        (lambda response: (yield 1.0), "has `yield`, so a call returns a generator and no value"),
         (3, "a reward is a function"),
         ({}, "empty mapping"),
         ({"a": "gsm8k", "b": "nope"}, "no built-in reward 'nope'"),

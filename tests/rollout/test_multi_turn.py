@@ -41,6 +41,8 @@ from reply_tools import (
     by_place,
     changes,
     forward,
+    in_parts,
+    in_parts_later,
     multiply,
     numbers,
     secret,
@@ -309,6 +311,7 @@ def test_what_cannot_work_is_refused(fields: dict[str, Any], why: str) -> None:
         ({"multi_turn": MultiTurnConfig(parser="mistral")}, "does not fit the model's tokenizer"),
         ({"data": DataConfig("t", chat_template_kwargs={"tools": []})}, "name them once"),
         ({"multi_turn": MultiTurnConfig(workers=0)}, "multi_turn.workers=0"),
+        ({"environment": in_parts}, "in_parts has `yield`, so a call returns a generator"),
     ],
 )
 def test_what_the_tokenizer_cannot_do_is_refused(
@@ -461,6 +464,11 @@ def test_what_a_tool_returns_is_plain_and_what_it_is_given_is_its_own(
         contents = [m["content"] for m in json.loads(result.replies[0])]
         assert contents == ["[1.5, [0, 1, 2]]", "6", "Error: KeyboardInterrupt"]
     assert PROMPT.extra_info == {"secret": 5}
+
+
+def test_a_method_with_yield_has_no_value() -> None:
+    assert "use `return` in place of `yield`" in str(Reply.of(in_parts()).error)
+    assert "use `return` in place of `yield`" in str(Reply.of(in_parts_later("")).error)
 
 
 @pytest.mark.programs

@@ -97,10 +97,14 @@ def test_rewards_that_have_no_say_are_not_judged() -> None:
 def test_tools_that_nobody_calls() -> None:
     row = GOOD | {"tools/calls": 0.0}
     assert warnings(CONFIG, row) == []  # none are there
-    (text,) = warnings(dataclasses.replace(CONFIG, tools=("python",)), row)
+    with_tools = dataclasses.replace(CONFIG, tools=("python",))
+    (text,) = warnings(with_tools, row)
     assert "called one of the tools" in text and "Read samples/step_10.jsonl" in text
     kept_none = dataclasses.replace(CONFIG, tools=("python",), log_samples=0)
     assert "--log_samples 16" in warnings(kept_none, row)[0]
+    assert "max_reply_tokens" not in text
+    cut = warnings(with_tools, row | {"response/truncated": 0.4})
+    assert "lower --multi_turn.max_reply_tokens" in cut[0]
 
 
 def test_answers_that_are_meant_to_fill_max_tokens_are_not_cut() -> None:

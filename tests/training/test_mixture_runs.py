@@ -130,3 +130,11 @@ def test_environments_have_weights_and_what_dynamic_sampling_leaves_out_is_known
         assert row["look/turns/mean"] == 1
     assert max(row["talk/turns/mean"] for row in rows) > 1
     assert rows[-1]["dynamic_sampling/groups"] > 0 and len(known) > 12
+
+
+def test_a_dry_run_tries_a_function_that_chooses(folder):
+    mixed = MIXTURE[MIXTURE.index("SamplerConfig(") : MIXTURE.index("return_after=3)") + 15]
+    one = MIXTURE.replace(mixed, "SamplerConfig(function=lambda *given: [0])")
+    Path(folder, "first.py").write_text(one)
+    done = train(folder, 1, "--config", "first.py", "--dry-run", "--steps", "1")
+    assert done.code == 2 and "data.sampler.function returned 1 places" in done.output

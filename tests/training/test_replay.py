@@ -335,7 +335,7 @@ config = replace(other, reward=longer)
 """
 OPTIONS = (
     "--config", "cfg.py", "--steps", "3", "--algo.kl_coef", "0.01", "--algo.mini_batches", "2",
-    "--keep_samples.last", "3", "--checkpoint.every_steps", "2",
+    "--keep_samples.last", "3", "--checkpoint.every_steps", "2", "--explain_mismatch",
 )  # fmt: skip
 
 

@@ -17,9 +17,10 @@ class Caller:
     """Plain functions run in worker processes, coroutines on the event loop of another one.
 
     All can be killed. Starts the processes at once and in the background. Raises ConfigError for
-    limits under which nothing would end, or begin, and for a function that cannot be sent to a
-    process. Use from one thread; `close` when done. The future of a call ends in time: its process
-    answers, or is killed. Its result raises ConfigError where a process cannot load the functions.
+    limits under which nothing would end, or begin, for a function that returns no value, and for
+    one that cannot be sent to a process. Use from one thread; `close` when done. The future of a
+    call ends in time: its process answers, or is killed. Its result raises ConfigError where a
+    process cannot load the functions.
     """
 
     def __init__(
@@ -27,6 +28,8 @@ class Caller:
     ) -> None:
         """ranks: how many have one, and share the limits for coroutines. kind: see WorkerPool."""
         check(config)
+        for function in functions:
+            check_returns(function)
         coroutines = [function for function in functions if is_async(function)]
         plain = [function for function in functions if not is_async(function)]
         if coroutines:
@@ -63,6 +66,15 @@ def is_async(function: Function) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(type(function), "__call__", None)  # noqa: B004
     )
+
+
+def check_returns(function: Function) -> None:
+    """Raises ConfigError for a function with `yield`, whose call returns no value."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"the function {name_of(function)} has `yield`, so a call returns a generator and no "
+            "value: use `return`"
+        )
 
 
 def check(config: Limits) -> None:

@@ -84,6 +84,8 @@ class Reply(NamedTuple):
         if inspect.iscoroutine(result):
             result.close()
             return cls(None, "returned a coroutine; declare it with `async def`")
+        if inspect.isgenerator(result) or inspect.isasyncgen(result):
+            return cls(None, "returned a generator; use `return` in place of `yield`")
         try:
             return cls(plain(result))
         except (ValueError, TypeError, RecursionError) as error:
@@ -154,6 +156,16 @@ def reason_of(error: BaseException) -> str:
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames)).strip()
     return text if len(text) <= MAX_REASON_CHARS else f"... {text[-MAX_REASON_CHARS:]}"
+
+
+def cause_of(reason: str) -> str:
+    """Returns what was raised, of a traceback: the first line behind its frames, since a message
+    may go on with advice. Of any other reason the last line.
+    """
+    lines = reason.strip().splitlines() or [""]
+    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    behind = lines[frames[-1] :] if frames else []
+    return next((line for line in behind if not line.startswith(" ")), lines[-1])
 
 
 def to_outcome(result: Any) -> RewardResult:

@@ -139,6 +139,8 @@ class Session:
                 400, f"the messages show {len(draft.tokens.images)} images, more than "
                 f"agents.max_images={self.limits.max_images}", "too_many_images",
             )  # fmt: skip
+        if not draft.tokens.ids:
+            raise ApiError(400, "the prompt has no tokens", "invalid_value")
         room = self.room_behind(draft.tokens.ids)
         if max(draft.tokens.ids) >= self.limits.vocab_size:
             raise ApiError(400, "the model has no embedding of a token", "invalid_value")

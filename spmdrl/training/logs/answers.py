@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from spmdrl.rewards.workers.worker import cause_of
+
 FEW = 3
 LINE_WIDTH = 150  # characters of a prompt or an answer on the terminal
 TEXT_WIDTH = 4000  # in a tracker
@@ -36,8 +38,8 @@ def few_answers(path: Path) -> list[SampleRow]:
 def reward_text(row: SampleRow) -> str:
     if row["reward"] is not None:
         return f"reward {row['reward']:.4g}"
-    lines = str(row["invalid"]).strip().splitlines() or ["no reason given"]
-    return f"no reward ({one_line(lines[-1], 80)})"
+    cause = cause_of(str(row["invalid"])) or "no reason given"
+    return f"no reward ({one_line(cause, 80)})"
 
 
 def one_line(text: str, width: int = LINE_WIDTH) -> str:

@@ -162,16 +162,23 @@ def cut_answers(rows: Sequence[Row], config: PpoConfig) -> str | None:
 
 
 def unused_tools(rows: Sequence[Row], config: PpoConfig) -> str | None:
-    """Tools are there and no answer of ten steps calls one."""
+    """Tools are there and no answer of ten steps has a tool's reply."""
     calls = column(rows, "tools/calls")
     if not config.tools or calls is None or max(calls) > 0:
         return None
+    too_long = ""
+    if max(column(rows, "response/truncated") or [0.0]) > 0.1:
+        too_long = (
+            " Answers that were cut may have called one: replies that do not fit into "
+            f"rollout.max_tokens={config.rollout.max_tokens} are left out and not counted: lower "
+            "--multi_turn.max_reply_tokens, or raise --rollout.max_tokens."
+        )
     return (
         f"no answer of the last {len(rows)} steps called one of the tools of the config. "
         f"{read_answers(rows, config)} Either the model does not see the tools (--dry-run shows "
         "the first prompt as the chat template makes it), or it writes its calls in another form "
         "than the one that is read, or it must first learn to call them: name the tools in the "
-        "prompt, or fine-tune on a few conversations with calls (spmdrl.sft)."
+        f"prompt, or fine-tune on a few conversations with calls (spmdrl.sft).{too_long}"
     )
 
 

@@ -91,7 +91,8 @@ def last_step(
     """Runs plan.step itself and gathers what it has computed. Collective."""
     config = plan.config if edit is None else edit.config
     logged = 0 if address is None else EVERY
-    roles.set_config(replace(config, strict=False, log_samples=logged, log_sample_tokens=logged))
+    alone = without_engine(config)
+    roles.set_config(replace(alone, log_samples=logged, log_sample_tokens=logged))
     if edit is not None:
         roles.kl_coef = roles.kl_coef if config.algo.kl_target else config.algo.kl_coef
         roles.entropy_coef = (
@@ -119,6 +120,11 @@ def last_step(
     return StepNumbers(dict(batches.metrics), sums, table)
 
 
+def without_engine(config: PpoConfig) -> PpoConfig:
+    """Returns the config without what compares a step's models with the rollout engine."""
+    return replace(config, strict=False, explain_mismatch=False, explain_mismatch_above=None)
+
+
 def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
     """Builds every model that trains, on all ranks, and no rollout engine. Collective."""
     config = plan.config if edit is None else edit.config
@@ -137,7 +143,7 @@ def build_roles(plan: ReplayPlan, runtime: Runtime, edit: Edit | None) -> Roles:
     with phases("load data"):
         hints, routes, adapters = load_again(built, tokenizer, topology)
     return Roles(
-        replace(plan.config, strict=False, log_samples=0), topology, topologies.sampling,
+        replace(without_engine(plan.config), log_samples=0), topology, topologies.sampling,
         topologies.training, topologies.weights, phases, P2PChannel(topology),
         tokenizer,
         Sampler(topologies.rollout, None, topologies.scoring, rewards),

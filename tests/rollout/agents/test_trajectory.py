@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from spmdrl.config import DataConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.rollout.agents.call_queue import CallQueue
+from spmdrl.rollout.agents.requests import ApiError, ChatRequest
 from spmdrl.rollout.agents.session import Session, SessionLimits
 from spmdrl.rollout.agents.trajectory import EncodedMessages, Trajectory
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, SamplingParams
@@ -187,3 +191,12 @@ def test_a_text_has_the_tokens_of_the_longest_answer_that_it_goes_on_behind():
     assert session.text_behind("abcde<eos>g") == [a, 1000 + b, 1000 + c, d, 1000 + e, 0, g]
     assert session.text_behind("abg") == [a, 1000 + b, g]
     assert session.text_behind("ag") is None
+
+
+def test_messages_that_the_template_makes_nothing_of_are_refused():
+    trajectory, encoders = Trajectory("t", 7), SimpleNamespace(tokenizer=Letters())
+    limits = SessionLimits(99, 9, 0, 2000)
+    session = Session(trajectory, SamplingParams(), encoders, CallQueue(), limits, "m")
+    empty = trajectory.draft([user("")], "", lambda _: EncodedMessages([]), behind)
+    with pytest.raises(ApiError, match="the prompt has no tokens"):
+        asyncio.run(session.sample(empty, ChatRequest([user("")])))
