@@ -331,6 +331,12 @@ def apart(optimizer: Any) -> Iterator[None]:
 
 
 def _state_with_padding(part: Any, gather: Callable[..., Any], **settings: Any) -> Any:
+    """Returns what `gather` does: None on all data-parallel ranks but the first where there is a
+    state to save. It is sent over the CPU to that rank, which writes all of it anyway; as
+    megatron-core is called, every rank's GPU would hold a float32 buffer of all weights meanwhile.
+    """
+    if not settings["empty_data"] and part.data_parallel_group_gloo is not None:
+        settings |= {"use_gloo_comm": True, "return_on_all_ranks": False}
     state = gather(**settings)
     if state is None:
         return None
