@@ -98,12 +98,12 @@ class TrainConfig:
     # docs/megatron_families.md
     mtp_loss_scaling_factor: float = 0.0
     # of megatron: sum the gradients of complete buckets over the data-parallel ranks while the
-    # backward pass goes on; auto: on GPUs. docs/megatron_overlap.md
-    overlap_grad_reduce: bool | Literal["auto"] = "auto"
+    # backward pass goes on. docs/megatron_overlap.md
+    overlap_grad_reduce: bool = False
     # of megatron, with overlap_grad_reduce: gather updated weights while the next pass begins
-    overlap_param_gather: bool | Literal["auto"] = "auto"
-    # of megatron: weights in a bucket of these, at least; None: 40 million, and of more than 40
-    # data-parallel ranks a million for each
+    overlap_param_gather: bool = False
+    # of megatron, with overlap_grad_reduce: weights in a bucket, at least; None: 40 million, and of
+    # more than 40 data-parallel ranks a million for each
     ddp_bucket_size: int | None = None
     micro_batch_tokens: int = 16384  # per rank and forward pass; ranks that share have the sum
     kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE

@@ -178,13 +178,14 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
         map_large_tensors()
         record_collectives_if_asked()
         dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
-        connect()
-        return torch.device("cpu")
+        device = torch.device("cpu")
+        connect(device)
+        return device
     device = local_device(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.cuda.set_device(device)
     met = start.meet() if start else {}
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **met)
-    connect()
+    connect(device)
     return device
 
 
@@ -198,12 +199,16 @@ def record_collectives_if_asked() -> None:
         record()
 
 
-def connect() -> None:
-    """Has each rank reach those next to it in the tree of agreements. gloo connects at first use,
-    and a network that leads nowhere is to be told while the start has its limit of time.
+def connect(device: torch.device) -> None:
+    """Has each rank reach those next to it in the tree of agreements, and NCCL connect all. Both
+    connect at first use, and a network that leads nowhere is to be told while the start has its
+    limit of time.
     """
     assert dist.group.WORLD is not None
     lowest(0, dist.group.WORLD)
+    if device.type != "cpu":
+        dist.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
 
 
 def map_large_tensors() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from spmdrl.cli.arguments import entry_of, override
 from spmdrl.cli.paths import model_fields
 from spmdrl.config import KeepSamplesConfig, PpoConfig, TrainConfig
-from spmdrl.distributed.placement import Ranks, is_frozen, place, show_ranks, training_roles
+from spmdrl.distributed.placement import Ranks, place, show_ranks, training_roles
 from spmdrl.rollout.build import ENGINES, HF
 
 STEPS = 2  # of the first run; a second one resumes from its checkpoint and does one more
@@ -287,9 +287,6 @@ def for_cpu(scaled: Scaled) -> None:
     for name, role in training_roles(scaled.config).items():
         for key, value in usual_on_cpu(role):
             scaled.set(f"{name}.{key}", value, "on a CPU")
-        for key in ("overlap_grad_reduce", "overlap_param_gather"):
-            if role.engine == "megatron" and not is_frozen(name) and getattr(role, key) == "auto":
-                scaled.set(f"{name}.{key}", True, "as on GPUs: the order of what ranks call")
     if scaled.config.judge is not None:
         scaled.set("judge.kv_cache_mib", KV_CACHE_MIB, "on a CPU")
 

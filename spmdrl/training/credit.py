@@ -49,7 +49,7 @@ from spmdrl.algo.selection import (
     filter_weights,
     token_lottery,
 )
-from spmdrl.config import AlgoConfig, PpoConfig
+from spmdrl.config import AlgoConfig, ConfigError, PpoConfig
 from spmdrl.data.packing import address_order, concatenate
 from spmdrl.distributed.collectives import all_gather_rows, kth_largest
 from spmdrl.distributed.topology import Topology
@@ -410,13 +410,14 @@ def with_outcome_weights(batch: Batch, topology: Topology) -> Batch:
     """Returns the batch with weights by which every sample of the mini-batch counts the same, for
     the process reward model.
 
-    Raises ValueError where a reward is no label.
+    Raises ConfigError where a reward is no label.
     """
     rewards = batch.rewards[batch.valid > 0]
     if len(rewards) and not 0 <= float(rewards.min()) <= float(rewards.max()) <= 1:
-        raise ValueError(
+        raise ConfigError(
             f"advantage='prime' takes rewards as labels in 0..1, got {float(rewards.min()):g} .. "
-            f"{float(rewards.max()):g}"
+            f"{float(rewards.max()):g}: have the reward function return such, or take another "
+            "algo.advantage"
         )
     counts = summed(loss_counts(batch.loss_mask, batch.seq_lens), topology)
     weights = seq_mean_token_mean(batch.loss_mask, batch.seq_lens, counts, 1)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from spmdrl.algo.advantages import ESTIMATORS, Estimator
 from spmdrl.algo.losses import (
@@ -32,6 +34,7 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.training.checks.algorithms import READERS, check_algo
+from spmdrl.training.credit import with_outcome_weights
 
 
 def config_of(roles=None, rollout=None, **algo):
@@ -387,3 +390,9 @@ def test_a_nested_option_is_set_from_the_command_line():
         override(config_of(), "algo.reward_keys.score", 1.0)
     with pytest.raises(ConfigError, match=r"nearest: algo\.loss_args\.clip_high"):
         override(config_of(), "clip_high", 0.3)
+
+
+def test_rewards_that_are_no_labels_are_a_mistake_of_the_config():
+    batch = SimpleNamespace(rewards=torch.tensor([0.5, 1.01, 7.0]), valid=torch.tensor([1, 1, 0]))
+    with pytest.raises(ConfigError, match=r"labels in 0\.\.1, got 0\.5 \.\. 1\.01: have the"):
+        with_outcome_weights(batch, None)

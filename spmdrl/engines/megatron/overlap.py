@@ -22,24 +22,8 @@ from typing import Any
 
 from torch import nn
 
-from spmdrl.config import TrainConfig
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.towers import PARTS
-
-
-def overlaps(role: TrainConfig, data_ranks: int, on_gpu: bool) -> tuple[bool, bool]:
-    """Returns whether gradients are reduced, and whether weights are gathered, beside computation.
-
-    data_ranks: with the context-parallel ones. auto: on GPUs, whose copies run beside their
-    kernels; on CPUs communication takes the cores that compute.
-    """
-    gathers, reduces = role.overlap_param_gather, role.overlap_grad_reduce
-    if reduces == "auto":
-        reduces = on_gpu or gathers is True
-    if gathers == "auto":
-        gathers = on_gpu
-    several = data_ranks > 1
-    return reduces and several, gathers and reduces and several
 
 
 class OverlappedChunk:

@@ -35,7 +35,7 @@ from spmdrl.engines.megatron.model import build_chunks, transformer_config
 from spmdrl.engines.megatron.mtp import TokenEmbeddings
 from spmdrl.engines.megatron.muon import use_muon
 from spmdrl.engines.megatron.optimizer import build_optimizer, move_optimizer
-from spmdrl.engines.megatron.overlap import OverlappedChunk, overlaps
+from spmdrl.engines.megatron.overlap import OverlappedChunk
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.router_replay import ReplayedRouters
 from spmdrl.engines.megatron.towers import has_trained_tower, language_part
@@ -411,12 +411,13 @@ def build_parts(
             for chunk in chunks:
                 chunk.requires_grad_(False)
         else:
-            both = overlaps(config, dp_size, topology.device.type == "cuda")
+            reduces = config.overlap_grad_reduce and dp_size > 1  # else there is nothing to do
+            gathers = config.overlap_param_gather and dp_size > 1
             chunks = [
-                trained(chunk, mega, i == 0, *both, config.ddp_bucket_size)
+                trained(chunk, mega, i == 0, reduces, gathers, config.ddp_bucket_size)
                 for i, chunk in enumerate(chunks)
             ]
-            overlapped = [OverlappedChunk(chunk) for chunk in chunks] if both[0] else []
+            overlapped = [OverlappedChunk(chunk) for chunk in chunks] if reduces else []
             optimizer = build_optimizer(chunks, mega, config.optim, clips=not num_mtp)
             if config.optim.name == "muon":
                 use_muon(optimizer, chunks, hf_config, config.optim, DTYPES[config.dtype])

@@ -171,8 +171,8 @@ LAYOUT: dict[str, dict[str, Any]] = {
         "virtual_pipeline": 1, "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None, "context_parallel": 1,
         "expert_tensor_parallel": 1, "moe_grouped_gemm": True,
-        "mtp_loss_scaling_factor": 0.0, "overlap_grad_reduce": "auto",
-        "overlap_param_gather": "auto", "ddp_bucket_size": None,
+        "mtp_loss_scaling_factor": 0.0, "overlap_grad_reduce": False,
+        "overlap_param_gather": False, "ddp_bucket_size": None,
     },
 }  # fmt: skip
 
@@ -260,18 +260,18 @@ def check_offload_policy(name: str, role: TrainConfig) -> None:
 
 def check_overlap(name: str, role: TrainConfig) -> None:
     """Raises ConfigError for what needs overlap_grad_reduce, by whose buckets both are done."""
-    if role.overlap_grad_reduce is not False:
+    if role.overlap_grad_reduce:
         return
     require(
-        role.overlap_param_gather is not True,
-        f"{name}.overlap_param_gather=True with {name}.overlap_grad_reduce=False: weights are "
+        not role.overlap_param_gather,
+        f"{name}.overlap_param_gather=True without {name}.overlap_grad_reduce: weights are "
         "gathered by the buckets in which gradients are reduced, and without the latter there is "
-        "one bucket for all: leave overlap_grad_reduce out",
+        "one bucket for all: set overlap_grad_reduce=True",
     )
     require(
         role.ddp_bucket_size is None,
-        f"{name}.ddp_bucket_size={role.ddp_bucket_size} has no effect with "
-        f"{name}.overlap_grad_reduce=False, which has one bucket for all gradients",
+        f"{name}.ddp_bucket_size={role.ddp_bucket_size} has no effect without "
+        f"{name}.overlap_grad_reduce, as there is one bucket for all gradients: set it, too",
     )
 
 

@@ -45,10 +45,11 @@ Array = np.ndarray[Any, Any]
 
 # What of a GPU is not for the plan. The context: some 0.3 GiB (pytorch/pytorch#107667), and cuBLAS'
 # workspaces. NCCL: 0.54 to 0.69 GB a communicator (NVIDIA/nccl#964), 1.06 GB in all of a job on
-# eight H100s before its first all-to-all (NVIDIA/nccl#1685), which we do not use on GPUs.
+# eight H100s before its first all-to-all, and 4.34 GB behind it (NVIDIA/nccl#1685).
 # Fragmentation of PyTorch's allocator, as packed batches vary in length: an assumption.
 CONTEXT_GIB = 0.5
 NCCL_GIB = 2.0  # of more than one rank
+ALL_TO_ALL_GIB = 3.1  # more of NCCL
 FRAGMENTATION = 0.05  # of the GPU
 IN_MEMORY = 4  # parts of a rank's size in /dev/shm: two checkpoints, each with its copy
 
@@ -64,6 +65,7 @@ class MemoryPlan:
     process: float = 0.0  # interpreter, libraries and data
     engine: EngineMemory | None = None
     judge: EngineMemory | None = None
+    all_to_all: bool = False  # whether a role's ranks send to each other all at once
 
     @property
     def fullest(self) -> Timeline:
@@ -82,7 +84,8 @@ class MemoryPlan:
     def reserve_gib(self) -> float:
         if self.gpu_gib is None:
             return 0.0
-        return CONTEXT_GIB + NCCL_GIB * (self.world > 1) + FRAGMENTATION * self.gpu_gib
+        nccl = NCCL_GIB + ALL_TO_ALL_GIB * self.all_to_all if self.world > 1 else 0.0
+        return CONTEXT_GIB + nccl + FRAGMENTATION * self.gpu_gib
 
     @property
     def free_gib(self) -> float:
@@ -178,7 +181,16 @@ def memory_plan(
     lines += copies_of_checkpoint(config, saved)
     process = process_gib(*(ENGINES[name] for name in engine_names(config)))
     process += teacher_gib_of_rl(config, placement, prompt_tokens)
-    return MemoryPlan(tuple(lines), tuple(timelines), world, gpu_gib, process, engine, judge)
+    return MemoryPlan(
+        tuple(lines), tuple(timelines), world, gpu_gib, process, engine, judge,
+        any(map(sends_to_all, training_roles(config).values())),
+    )  # fmt: skip
+
+
+def sends_to_all(role: TrainConfig) -> bool:
+    """Whether a role's ranks exchange heads, tokens of experts or whole matrices by all-to-all."""
+    gathers_matrices = role.optim.name == "muon" and role.engine == "fsdp"
+    return role.ulysses > 1 or role.expert_parallel > 1 or gathers_matrices
 
 
 def engine_names(config: PpoConfig) -> set[str]:
@@ -348,7 +360,8 @@ def supervised_plan(
         *copies_of_checkpoint(config, memory.saved),
     )  # fmt: skip
     process = process_gib() + teacher_gib(config, world, row_tokens)
-    return MemoryPlan(lines, (timeline,), world, gpu_gib, process)
+    all_to_all = any(map(sends_to_all, training_roles(config).values()))
+    return MemoryPlan(lines, (timeline,), world, gpu_gib, process, all_to_all=all_to_all)
 
 
 def teacher_gib(config: SupervisedConfig, world: int, row_tokens: Array) -> float:

@@ -209,21 +209,16 @@ def test_what_comes_between_updates_finds_whole_weights(models, tmp_path):
 
 
 def test_what_cannot_be_overlapped_is_refused():
-    from spmdrl.engines.megatron.overlap import overlaps
     from spmdrl.training.checks.common import check_training_role
 
-    auto = TrainConfig(engine="megatron")
-    assert overlaps(auto, 2, on_gpu=True) == (True, True)
-    assert overlaps(auto, 1, on_gpu=True) == overlaps(auto, 2, on_gpu=False) == (False, False)
-    weights = replace(auto, overlap_param_gather=True)
-    assert overlaps(weights, 2, on_gpu=False) == (True, True)
-    assert overlaps(replace(auto, overlap_grad_reduce=True), 2, on_gpu=False) == (True, False)
-    check_training_role("actor", weights, (0, 1), None)
+    role = TrainConfig(engine="megatron")
+    check_training_role("actor", replace(role, **BOTH, ddp_bucket_size=10**6), (0, 1), None)
+    check_training_role("actor", replace(role, overlap_grad_reduce=True), (0, 1), None)
     for changed, message in (
-        ({"overlap_param_gather": True}, "leave overlap_grad_reduce out"),
+        ({"overlap_param_gather": True}, "set overlap_grad_reduce=True"),
         ({"ddp_bucket_size": 10**6}, "ddp_bucket_size=1000000 has no effect"),
     ):
-        wrong = replace(auto, overlap_grad_reduce=False, **changed)
+        wrong = replace(role, **changed)
         with pytest.raises(ConfigError, match=message):
             check_training_role("actor", wrong, (0, 1), None)
     with pytest.raises(ConfigError, match="overlap_grad_reduce=True has no effect with"):
