@@ -442,10 +442,12 @@ class MegatronEngine:
             self.parts.onload(weights_only)
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
-        """Meanwhile nothing is offloaded."""
+    def at_hand(self, to_save: bool = False) -> Iterator[None]:
+        """Meanwhile nothing is offloaded. to_save: but gradients, and what the optimizer keeps."""
         idle = bool(self.parts.away)
-        self.onload()
+        # megatron-core reads the optimizer's state where it is
+        is_plain = self.parts.adapters is None and self.parts.average is None
+        self.onload(weights_only=to_save and is_plain)
         try:
             yield
         finally:
@@ -457,7 +459,7 @@ class MegatronEngine:
 
         if self.copies is None:  # not pinned: megatron-core's loader takes no note of pinned memory
             self.copies = HostCopies(pinned=False)
-        with self.at_hand(), self.parts.state.active():
+        with self.at_hand(to_save=True), self.parts.state.active():
             return megatron_checkpoint.stage(
                 self.parts, self.num_updates, self.topology, self.copies
             )
@@ -465,7 +467,7 @@ class MegatronEngine:
     def save(self, folder: Path) -> None:
         from spmdrl.engines.megatron import checkpoint as megatron_checkpoint
 
-        with self.at_hand(), self.parts.state.active():
+        with self.at_hand(to_save=True), self.parts.state.active():
             whole = megatron_checkpoint.stage(self.parts, self.num_updates, self.topology, None)
             whole.write(folder, self.topology.control)
 

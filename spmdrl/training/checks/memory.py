@@ -61,6 +61,8 @@ class Memory:
     step: float = 0.0  # temporaries of the optimizer's step
     average: float = 0.0  # of the weights, float32; goes where the optimizer goes
     on_host: bool = False  # states and gradients, while the role works too: offload_policy on a GPU
+    # of the optimizer's state in a checkpoint, on the rank that has most of it; None: as on a rank
+    saved_optimizer: float | None = None
 
     @property
     def activations(self) -> float:
@@ -111,7 +113,8 @@ class Memory:
     def saved(self) -> float:
         """The GiB that are saved; of adapters, without the base."""
         learnt = self.weights if self.config.lora is None else self.gradients
-        return learnt + self.adam + self.average
+        own = self.adam + self.average
+        return learnt + (own if self.saved_optimizer is None else self.saved_optimizer)
 
     @property
     def states(self) -> float:
@@ -334,6 +337,8 @@ def stage_memory(
         shape.count, (shape.count - frozen) * trained, parameters * width / GIB,
         4 * learnt * trained / GIB, states * shard * trained / GIB, role, *passes,
         step=4 * shard * trained / GIB, average=4 * shard * trained * bool(role.ema) / GIB,
+        # the first data-parallel rank writes float32 weights, two moments and the average of all
+        saved_optimizer=(12 + 4 * bool(role.ema)) * learnt * trained / GIB,
     )  # fmt: skip
 
 
