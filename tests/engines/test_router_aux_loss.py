@@ -193,8 +193,8 @@ def test_critics_adapters_and_half_precision_have_the_same_metric(
     assert len(gates) == 3
     for name in gates:
         assert of_critic[name].abs().max() > 0
-        close = {"rtol": 0.1, "atol": 0.05 * float(grads[name].abs().max())}
-        torch.testing.assert_close(rounded[name].double(), grads[name], **close)
+        # as a whole: rounding may send a token to another expert, where its gradient is another
+        assert (rounded[name].double() - grads[name]).norm() < 0.1 * grads[name].norm()
     assert any(grad.abs().max() > 0 for grad in of_adapter.values())
 
 
