@@ -37,9 +37,9 @@ def test_it_trains_saves_resumes_and_evaluates(rehearsed):
     assert "steps trained: 1, 2, 3; held-out prompts asked behind: 0, 2" in done.output
     rows = [json.loads(line) for line in Path(folder, "out/run/metrics.jsonl").open()]
     assert {row["step"] for row in rows} == {0, 1, 2, 3}
-    for what in ("2 steps and a checkpoint", "a resume, one step more"):
+    for what, least in (("2 steps and a checkpoint", 50), ("a resume, one step more", 30)):
         agreed = re.search(rf"{what}: 2 ranks agree in ([\d,]+) operations over (\d+)", done.output)
-        assert agreed and int(agreed[1].replace(",", "")) > 50 and int(agreed[2]) > 5
+        assert agreed and int(agreed[1].replace(",", "")) > least and int(agreed[2]) > 5
     assert "in out/report.txt" in done.output
     assert Path(folder, "out/report.txt").read_text().strip() in done.output
 

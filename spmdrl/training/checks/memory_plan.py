@@ -49,7 +49,7 @@ Array = np.ndarray[Any, Any]
 # Fragmentation of PyTorch's allocator, as packed batches vary in length: an assumption.
 CONTEXT_GIB = 0.5
 NCCL_GIB = 2.0  # of more than one rank
-ALL_TO_ALL_GIB = 3.1  # more of NCCL
+ALL_TO_ALL_GIB = 2.1  # more of NCCL
 FRAGMENTATION = 0.05  # of the GPU
 IN_MEMORY = 4  # parts of a rank's size in /dev/shm: two checkpoints, each with its copy
 
