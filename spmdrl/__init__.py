@@ -2,11 +2,11 @@
 
 import sys
 
-# programs that import torch, and take seconds for it; others end as Python does
-RUNS = ("launch", "ppo", "sft", "preference", "reward_model", "evaluate", "export", "replay")
+from spmdrl.distributed.runs import RUNS
 
 # "-m" is the name of a program until Python has found its module: python -m spmdrl.ppo imports this
 # first. Ctrl-C would be a KeyboardInterrupt in an import, which is a traceback, or is lost there.
+# Programs that are no runs end as Python does.
 if sys.argv[:1] == ["-m"] and any(f"spmdrl.{run}" in sys.orig_argv for run in RUNS):
     from signal import SIG_BLOCK, SIGINT, pthread_sigmask
 

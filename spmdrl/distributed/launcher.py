@@ -29,13 +29,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main as torchrun
 
-from spmdrl import RUNS
 from spmdrl.distributed import elastic_compat
 from spmdrl.distributed import exit as exits
 from spmdrl.distributed.exit import BAD_CONFIG, FAILED, INTERRUPTED, REQUEUE
 from spmdrl.distributed.faults.network import address_towards, addresses_of, interface_of
 from spmdrl.distributed.faults.rendezvous import owner_of, reason_of
 from spmdrl.distributed.membership import RENDEZVOUS, Membership, forget_other_job
+from spmdrl.distributed.runs import RUNS
 from spmdrl.distributed.signals import STOPPING
 
 FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)

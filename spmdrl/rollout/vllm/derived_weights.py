@@ -1,4 +1,4 @@
-"""What vLLM's attention makes of weights when it has loaded a model is made anew after a push.
+"""Makes anew, after a push, what vLLM's attention has made of weights when it loaded a model.
 
 Multi-head latent attention cuts kv_b_proj's weight into W_UK and W_UV, in an order that its kernels
 read, and goes on with these. Some backends of GPUs compute with a float32 copy of attention sinks.
