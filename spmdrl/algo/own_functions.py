@@ -89,7 +89,7 @@ def losses_and_metrics(
     losses, metrics = found
     for key in metrics:
         require(isinstance(key, str), f"{where}: the name {key!r} of a metric is no text")
-        require(key not in taken, f"{where}: every run has a metric {prefix}{key} of its own; "
+        require(key not in taken, f"{where}: {prefix}{key} is a metric of a run's own; "
                 "give yours another name")  # fmt: skip
     return losses, metrics
 
