@@ -304,7 +304,7 @@ def test_a_record_of_a_loss_is_checked():
         (lambda a: (-a.chosen.mean(), {}), r"as losses, returned a tensor of shape \(\)"),
         (lambda a: -a.chosen, "must return a pair"),
         (lambda a: (-a.chosen.detach(), {}), "must have a gradient"),
-        (lambda a: (-a.chosen, {"loss": a.chosen}), "a metric loss of its own"),
+        (lambda a: (-a.chosen, {"loss": a.chosen}), "loss is a metric of a run's own"),
         (lambda a: (-a.chosen, {"margin": a.chosen.mean()}), "metric 'margin', returned"),
     ],
 )
