@@ -206,7 +206,7 @@ def connect(device: torch.device) -> None:
     """
     assert dist.group.WORLD is not None
     lowest(0, dist.group.WORLD)
-    if device.type != "cpu":
+    if device.type != "cpu" and dist.get_world_size() > 1:
         dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
 

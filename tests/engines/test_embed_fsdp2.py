@@ -17,6 +17,7 @@ from tiny_models import save_qwen3, save_qwen3_moe
 from training_batches import CONFIG, engine_on, whole_batch
 
 from spmdrl.config import AlgoConfig, ConfigError, OptimConfig, TrainConfig, WeightsConfig
+from spmdrl.distributed.progress import PROGRESS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.strict_nccl]
 
@@ -204,6 +205,7 @@ def hosted_on(topology, folder, model, bare):
     for number in range(1, STEPS + 1):
         before = state_of_program(hosted, optimizer)
         metrics.append(rl.step(number))
+        assert PROGRESS.heard == rl.run.roles.phases.still_going  # of each micro-batch
         schedule.step()
         changed |= differences(before, state_of_program(hosted, optimizer))
     held_out = rl.evaluate(STEPS)

@@ -34,6 +34,7 @@ from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.training.build import weights_stay
 from spmdrl.training.checks import memory_fit, rl
 from spmdrl.training.checks.engine_memory import cached_tokens, engine_memory
+from spmdrl.training.checks.memory import memory_of
 from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import fullest, memory_plan, supervised_plan
 from spmdrl.training.checks.model_shape import shape_of
@@ -373,6 +374,31 @@ def test_layers_with_a_window_keep_no_more_than_that():
                            sliding_window=1024)  # fmt: skip
     assert cached_tokens(text, 65536, 8192) == (5 * (1024 + 8192) + 65536) / 6
     assert cached_tokens(SimpleNamespace(), 65536, 8192) == 65536
+
+
+def test_nccl_takes_more_where_ranks_send_to_all_others(shapes):
+    for changes, more in (
+        ({}, 0), ({"ulysses": 2}, 2.1), ({"optim": OptimConfig(name="muon")}, 2.1),
+        ({"engine": "megatron", "optim": OptimConfig(name="muon")}, 0),
+    ):  # fmt: skip
+        config = grpo(shapes, "Qwen3-8B", actor=TrainConfig(**changes))
+        plan = memory_plan(config, 8, gpu_gib=80.0)
+        assert plan.reserve_gib == pytest.approx(6.5 + more), changes
+    assert memory_plan(config, 1, gpu_gib=80.0).reserve_gib == pytest.approx(4.5)
+    experts = TrainConfig(engine="megatron", expert_parallel=8)
+    config = grpo(shapes, "Qwen3-30B-A3B", actor=experts)
+    assert memory_plan(config, 8, gpu_gib=80.0).reserve_gib == pytest.approx(8.6)
+
+
+def test_megatrons_first_data_parallel_rank_saves_the_optimizers_state_of_all(shapes):
+    model = str(shapes / "Qwen3-8B")
+    plain, averaged = (
+        memory_of("actor", TrainConfig(engine="megatron", ema=ema), model, 8, "policy")
+        for ema in (0.0, 0.9)
+    )
+    number = 8.190735 * BILLION_GIB
+    assert plain.saved == pytest.approx((2 + 12) * number, rel=1e-3)
+    assert averaged.saved == pytest.approx((2 + 16) * number, rel=1e-3)
 
 
 def test_offload_policy_keeps_states_and_gradients_on_the_host(shapes):

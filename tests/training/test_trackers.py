@@ -54,6 +54,8 @@ class Mine(Tracker):
         with open("mine.jsonl", "a") as file:
             file.write(__import__("json").dumps({"step": step, **metrics}) + chr(10))
         metrics.clear()  # its own copy
+        from spmdrl.distributed.progress import PROGRESS
+        assert PROGRESS.heard.__self__.watchdog  # micro-batches tell it that a phase gets on
 
     def open(self, run_dir, options, done):
         assert options["rollout.n"] == 4 and run_dir.name == "run"

@@ -13,6 +13,7 @@ from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.faults.watchdog import Watchdog
 from spmdrl.distributed.phases import PhaseError, Phases
+from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import default_store
 
@@ -60,6 +61,7 @@ class Guard:
         )  # fmt: skip
         watchdog.beat()  # at once: a call may be shorter than a watchdog's period
         phases.watchdog = watchdog
+        PROGRESS.heard = phases.still_going  # as in a run of its own
         try:
             yield
             phases.barrier("end of the call")  # nobody leaves while another may still fail

@@ -583,8 +583,7 @@ def absorbed_weights(layer: Any) -> list[str]:
 
 def copies_sinks(layer: nn.Module) -> bool:
     """Returns whether a layer's backend computes with a copy of its attention sinks, as those of
-    FlashInfer and b12x do. Reads impl and has_sink of Attention, and sinks and _sinks_source of its
-    backend.
+    FlashInfer and b12x do. Reads impl of Attention, and sinks and _sinks_source of its backend.
     """
     impl: Any = getattr(layer, "impl", None)
     source = getattr(impl, "_sinks_source", None)

@@ -2,6 +2,7 @@
 moved.
 """
 
+import inspect
 import os
 import pickle
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -312,3 +314,21 @@ def test_megatron_still_cannot_checkpoint_a_layer_that_is_given_packed_sequences
     layer._checkpointed_forward(forward, **inputs).sum().backward()
     assert seen == [(None, 7)] * 2  # a second time for the gradient
     assert states.grad is not None and states.grad.tolist() == [2.0, 6.0]
+
+
+def test_megatron_still_gathers_the_optimizers_state_on_one_rank_where_it_is_asked_to() -> None:
+    """To save; to load, every rank names all of it. A host's program may have no gloo groups."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    own = inspect.signature(DistributedOptimizer.get_parameter_state_dp_zero).parameters
+    assert {"use_gloo_comm", "empty_data", "return_on_all_ranks"} <= {*own}
+    as_called = {"use_gloo_comm": False, "empty_data": False, "return_on_all_ranks": True}
+    to_save = as_called | {"use_gloo_comm": True, "return_on_all_ranks": False}
+    to_load = as_called | {"empty_data": True}
+    for group, called, wanted in (
+        ("gloo", as_called, to_save), ("gloo", to_load, to_load), (None, as_called, as_called),
+    ):  # fmt: skip
+        part = SimpleNamespace(buffers=[], data_parallel_group_gloo=group)
+        gather = Mock(return_value=None)
+        assert checkpoint._state_with_padding(part, gather, **called) is None
+        gather.assert_called_once_with(**wanted)

@@ -273,6 +273,8 @@ def idle_case(topology, models, path, case):
     then of one that has loaded what the first has saved."""
     import torch.distributed as dist
 
+    from spmdrl.engines.megatron import checkpoint
+
     path.mkdir(exist_ok=True)
     idle, busy = engine_of(topology, models, case), engine_of(topology, models, case)
     batch = whole_batch().select(share_of(idle))
@@ -292,7 +294,11 @@ def idle_case(topology, models, path, case):
             seen += [engine.logprobs(batch, 0.8).logprobs, updated(engine, case[1])[0]]
         results.append(seen)
     idle.offload()
+    away, stage = [], checkpoint.stage
+    checkpoint.stage = lambda parts, *rest: (away.append(set(parts.away)), stage(parts, *rest))[1]
     idle.save(path)
+    checkpoint.stage = stage
+    assert away == [{"gradients", "optimizer"}]  # these need not come back for it
     dist.barrier()
     busy.load(path)
     idle.onload()
