@@ -1,6 +1,7 @@
 """The order of the package's rooms: who may import whom."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -13,8 +14,9 @@ import pytest
 from spmdrl.config import RolloutConfig
 from spmdrl.rollout.build import ENGINES
 
-PACKAGE = Path(__file__).parents[1] / "spmdrl"
-KERNELS = Path(__file__).parents[1] / "kernels" / "spmdrl_kernels"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "spmdrl"
+KERNELS = TESTS.parent / "kernels" / "spmdrl_kernels"
 # A room imports itself and those before it. The files at the top that are not named here are
 # programs: they come last, and no room imports one.
 ORDER = (
@@ -94,6 +96,12 @@ def test_the_top_has_programs_and_ground_files_only() -> None:
     top = sorted(file.stem for file in PACKAGE.glob("*.py"))
     assert len(top) <= MOST_FILES_AT_THE_TOP, top
     assert {"ppo", "sft", "reward_model", "evaluate", "export", "launch", "timeline"} < {*top}
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports a test file by its name alone: of two with one name it collects the first."""
+    names = Counter(file.name for file in TESTS.rglob("test_*.py"))
+    assert not {name for name, files in names.items() if files > 1}
 
 
 def test_every_room_says_what_it_is_in_one_line() -> None:
