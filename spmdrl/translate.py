@@ -48,10 +48,10 @@ def translated(file: Path, ranks: int | None = None) -> Translation:
         if settings is not None:
             return trl.translate(with_recipe(settings, file), ranks)
     else:
-        overrides = verl.overrides_of_script(text)
+        overrides = verl.overrides_of_script(text, str(file.parent))
         if overrides is not None:
-            return with_undecided(verl.translate(overrides), overrides)
-        flags = trl_source.settings_of_script(text)
+            return with_undecided(verl.translate(with_config_file(overrides, file)), overrides)
+        flags = trl_source.settings_of_script(text, str(file.parent))
         if flags is not None:
             return with_undecided(trl.translate(with_recipe(flags, file), ranks), flags)
     raise ConfigError(f"{file} starts neither verl.trainer.main_ppo nor TRL with a GRPOConfig")
@@ -78,6 +78,35 @@ def with_recipe(flags: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     why = f"{name} is not there to read, and its settings are left out: translate that file, too"
     others = {k: v for k, v in flags.items() if k != "config"}
     return others | {"script_notes": {**flags.get("script_notes", {}), "--config": why}}
+
+
+def with_config_file(overrides: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """Adds the settings of the YAML file that verl's `--config-path` and `--config-name` name,
+    below those of the script.
+
+    It is looked for in the current folder, in the script's, and in those above that one. Where it
+    is not there, or is made of other files, `--config-name` stays among the settings, and a note
+    asks for them.
+    """
+    name = overrides.get("--config-name")
+    if name is None:
+        return overrides
+    written = Path(f"{str(name).removesuffix('.yaml')}.yaml")
+    folders = (Path(), *file.parents, *file.resolve().parents)
+    found = next((folder / written for folder in folders if (folder / written).is_file()), None)
+    if found is None:
+        return overrides
+    try:
+        tree = yaml.safe_load(found.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{found}, which {file} names, cannot be read: {error}") from None
+    if not isinstance(tree, Mapping):
+        return overrides
+    others = verl.other_files(tree)
+    rest = {k: v for k, v in overrides.items() if others or k != "--config-name"}
+    if others:
+        rest["--config-name"] = f"{name} with {', '.join(others)}"
+    return verl.settings_of_yaml(tree) | rest
 
 
 def numbers_of(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from spmdrl.config.rewards import (
 )
 from spmdrl.config.rollout import (
     CPU_KV_CACHE_MIB,
+    VLLM_ENGINE_ARGS,
     AgentConfig,
     MultiTurnConfig,
     RolloutConfig,
@@ -74,6 +75,7 @@ __all__ = [
     "AlgoConfig",
     "AnswerDataConfig",
     "CPU_KV_CACHE_MIB",
+    "VLLM_ENGINE_ARGS",
     "Change",
     "CheckpointConfig",
     "ConfigError",

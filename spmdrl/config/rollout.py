@@ -7,6 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 CPU_KV_CACHE_MIB = 512
+# of vLLM's EngineArgs: what decides how fast an engine is and how much memory it has, and neither
+# what it computes nor how its weights lie
+VLLM_ENGINE_ARGS = (
+    "async_scheduling", "attention_backend", "attention_config", "block_size",
+    "compilation_config", "cudagraph_capture_sizes", "disable_cascade_attn",
+    "disable_custom_all_reduce", "enable_chunked_prefill", "enable_flashinfer_autotune",
+    "enable_prefix_caching", "kv_cache_dtype", "long_prefill_token_threshold",
+    "max_cudagraph_capture_size", "max_num_batched_tokens", "max_num_scheduled_tokens",
+    "num_gpu_blocks_override", "optimization_level", "performance_mode",
+    "sleep_mode_offload_cudagraph",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class RolloutConfig:
     # vLLM's, per rank. None: on a CPU CPU_KV_CACHE_MIB, on a GPU what gpu_memory_utilization leaves
     kv_cache_mib: int | None = None
     # further ones of vLLM's EngineArgs, by name: {"max_num_batched_tokens": 16384}; any of
-    # rollout/vllm/core.py's MAY_BE_SET
+    # VLLM_ENGINE_ARGS
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     # vLLM's speculative decoding: {"method": "ngram", "num_speculative_tokens": 4}, or by a draft
     # model: {"model": "runs/small", "num_speculative_tokens": 4}. docs/speculative.md

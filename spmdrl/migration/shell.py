@@ -1,8 +1,9 @@
 """Reads the commands of a shell script without running it.
 
-Variables that the script sets are put in, with their defaults (`${N:-8}`), arrays and sums. Lines
-count in their order: an `if` is not decided, so that the last assignment holds, and the variable is
-named in `Command.undecided`. What stands in a heredoc is no command.
+Variables that the script sets are put in, with their defaults (`${N:-8}`), arrays, sums, the
+current folder (`$(pwd)`) and the script's (`$(dirname "$0")`). Lines count in their order: an `if`
+is not decided, so that the last assignment holds, and the variable is named in `Command.undecided`.
+What stands in a heredoc is no command.
 """
 
 from __future__ import annotations
@@ -30,6 +31,16 @@ BRACED = re.compile(r"\$\{(\w+|@)(?::?[-=]([^{}]*))?\}")
 KEPT = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # ${NAME:=value}, which sets the variable, too
 NAMED = re.compile(r"\$(\w+|@)")
 SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+# the folder of the script, and the folder that a command of these names
+OWN_FILE = r"\"?(?:\$0|\$\{?BASH_SOURCE(?:\[0\])?\}?)\"?"
+OWN_FOLDER = re.compile(
+    rf"\$\(dirname\s+(?:--\s+)?(?:{OWN_FILE}|\"?\$\((?:readlink\s+-f|realpath)\s+{OWN_FILE}\)\"?)\)"
+)
+FOLDER = re.compile(
+    r"\$\((?:(?:readlink\s+-f|realpath)\s+\"?([^\s\"()]+)\"?|"
+    r"cd\s+(?:--\s+)?\"?([^\s\"()]+)\"?[^()]*&&\s*pwd(?:\s+-P)?)\)"
+)
+PWD = re.compile(r"\$\(pwd(?:\s+-P)?\)|`pwd`")
 HEREDOC = re.compile(r"(?<!<)<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2[^\n]*\n")
 COMMENT = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|(?<![^\s;(&|])#[^\n]*", re.S)
 PART = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|;;|;|&&|\|\|", re.S)
@@ -68,18 +79,18 @@ class Settings(dict[str, Any]):
         self.unknown = list(unknown)
 
 
-def commands(text: str) -> list[Command]:
+def commands(text: str, folder: str = ".") -> list[Command]:
     """Returns the words of every command of the script, in the order of its lines.
 
-    A word with a variable that nothing sets keeps its name: "$DATA/train.parquet". Raises
-    ConfigError where a quotation mark has no counterpart.
+    folder: where the script lies. A word with a variable that nothing sets keeps its name:
+    "$DATA/train.parquet". Raises ConfigError where a quotation mark has no counterpart.
     """
-    variables: dict[str, str] = {"@": "", "HOME": os.environ.get("HOME", "$HOME")}
+    variables: dict[str, str] = {"@": "", "PWD": ".", "HOME": os.environ.get("HOME", "$HOME")}
     values: dict[str, list[str]] = {}  # of a variable, in their order
     branched: set[str] = set()  # variables that are set below an `if` or behind `&&`
     inside: dict[str, set[str]] = {}  # the variables that a variable's value is made of
     found = []
-    for line, below_if in parts(text):
+    for line, below_if in parts(with_folders(text, folder)):
         names = set(re.findall(r"\$\{?(\w+)", line))
         names |= {name for outer in names for name in inside.get(outer, ())}
         try:
@@ -106,6 +117,12 @@ def commands(text: str) -> list[Command]:
             }
             found.append(words)
     return found
+
+
+def with_folders(text: str, folder: str) -> str:
+    """Puts in the script's own folder, and `.` for the current one."""
+    text = PWD.sub(".", OWN_FOLDER.sub(lambda found: folder, text))
+    return FOLDER.sub(lambda found: found[1] or found[2], text)
 
 
 def parts(text: str) -> Iterator[tuple[str, bool]]:

@@ -228,9 +228,12 @@ def refusal(name: str) -> ConfigError:
     )
 
 
-def settings_of_script(text: str) -> Settings | None:
-    """Returns the flags that a shell script gives to TRL's GRPO; None where it starts none."""
-    for words in commands(text):
+def settings_of_script(text: str, folder: str = ".") -> Settings | None:
+    """Returns the flags that a shell script gives to TRL's GRPO; None where it starts none.
+
+    folder: where the script lies.
+    """
+    for words in commands(text, folder):
         given = {word.partition("=")[0] for word in words}
         other = next((w for w in words if w in ("dpo", "sft", "kto", "reward", "rloo")), None)
         if "trl" in words and other is not None:

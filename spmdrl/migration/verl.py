@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from spmdrl.config import TRACKERS, ConfigError, RolloutConfig
+from spmdrl.config import TRACKERS, VLLM_ENGINE_ARGS, ConfigError, RolloutConfig
 from spmdrl.migration.config_source import NUMBERS, Code, Translation, setting
 from spmdrl.migration.shell import Settings, before_redirection, commands
 from spmdrl.migration.verl_algorithm import correction, kl, objective
@@ -35,13 +35,15 @@ NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d+")  # YAML wants a
 OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer")  # of verl/trainer/config
 
 
-def overrides_of_script(text: str) -> Settings | None:
+def overrides_of_script(text: str, folder: str = ".") -> Settings | None:
     """Returns the settings that a shell script gives to verl; None where it does not start verl.
+
+    folder: where the script lies.
 
     Raises ConfigError where the script starts another program of verl than the one for
     reinforcement learning. Of several commands that start it the first is taken.
     """
-    for words in commands(text):
+    for words in commands(text, folder):
         starts = (i for i, word in enumerate(words) if PROGRAM.fullmatch(word))
         place = next(starts, None)
         if place is None:
@@ -100,6 +102,15 @@ def config_file(words: list[str]) -> dict[str, str]:
     if is_own and name.removesuffix(".yaml") in OWN_FILES:
         return {}
     return {"--config-name": f"{folder}/{name}"}
+
+
+def other_files(tree: Mapping[str, Any]) -> list[str]:
+    """Returns the files of settings, but verl's own, that a YAML file begins with."""
+    defaults = tree.get("defaults") or []
+    names = (
+        [name for name in defaults if isinstance(name, str)] if isinstance(defaults, list) else []
+    )
+    return [name for name in names if name not in (*OWN_FILES, "_self_")]
 
 
 def settings_of_yaml(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,9 +231,9 @@ def rollout(s: Mapping[str, Any], t: Translation) -> list[str]:
     temperature = s.get(f"{ROLLOUT}.val_kwargs.temperature", 0)
     samples = s.get(f"{ROLLOUT}.val_kwargs.do_sample", temperature > 0)
     t.set("eval_temperature", float(temperature if samples else 0))
-    batched = f"{ROLLOUT}.max_num_batched_tokens"
-    if batched in s:
-        t.set("rollout.engine_args", {"max_num_batched_tokens": s[batched]}, batched)
+    arguments = engine_args(s)
+    if arguments:
+        t.set("rollout.engine_args", arguments[0], ", ".join(arguments[1]))
     for tools in ("tool_config_path", "interaction_config_path"):
         if s.get(f"{ROLLOUT}.multi_turn.{tools}"):
             t.notes[f"{ROLLOUT}.multi_turn.{tools}"] = (
@@ -236,12 +247,36 @@ def rollout(s: Mapping[str, Any], t: Translation) -> list[str]:
         stops = stops if isinstance(stops, list | tuple) else [stops]
         t.set("rollout.stop", tuple(map(str, stops)), f"{ROLLOUT}.stop")
     used = (
-        "name", "stop", "top_k", "val_kwargs.top_k", "val_kwargs.temperature",
-        "max_num_batched_tokens", "max_model_len", "prompt_length", "response_length",
+        "name", "stop", "top_k", "val_kwargs.top_k", "val_kwargs.temperature", "max_model_len",
+        "prompt_length", "response_length",
         "multi_turn.tool_config_path", "multi_turn.interaction_config_path",
         "multi_turn.max_tool_response_length",
     )  # fmt: skip
-    return [f"{ROLLOUT}.{name}" for name in used]
+    return [*(arguments[1] if arguments else ()), *(f"{ROLLOUT}.{name}" for name in used)]
+
+
+def engine_args(s: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]] | None:
+    """Returns rollout.engine_args and the settings that say them; None where none does.
+
+    Of `engine_kwargs.vllm` these are the names that a user may set here, and the fields of such a
+    one: `compilation_config.cudagraph_mode`.
+    """
+    args: dict[str, Any] = {}
+    used = []
+    batched, own = f"{ROLLOUT}.max_num_batched_tokens", f"{ROLLOUT}.engine_kwargs.vllm."
+    if batched in s:
+        args["max_num_batched_tokens"] = s[batched]
+        used.append(batched)
+    for setting_name in (name for name in s if name.startswith(own)):
+        *groups, last = setting_name.removeprefix(own).split(".")
+        if [*groups, last][0] not in VLLM_ENGINE_ARGS:
+            continue
+        place = args
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = s[setting_name]
+        used.append(setting_name)
+    return (args, used) if args else None
 
 
 def rewards(s: Mapping[str, Any], t: Translation) -> list[str]:

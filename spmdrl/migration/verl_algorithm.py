@@ -89,9 +89,10 @@ def kl(s: Mapping[str, Any], t: Translation) -> list[str]:
             "the KL stands in the reward or in the loss, not in both: reward is taken"
         )
     if s.get(in_reward) or s.get(in_loss):
+        t.set("algo.kl_coef", s.get(coef, 0.001), coef)
+    if t.fields.get("algo.kl_coef"):
         kind_of = str(s.get(kind, default))
         estimator = KL.get(kind_of.rstrip("+"), kind_of.rstrip("+")) + "+" * kind_of.endswith("+")
-        t.set("algo.kl_coef", s.get(coef, 0.001), coef)
         t.set("algo.kl_in", where)
         t.set("algo.kl_estimator", estimator, kind)
         if estimator.startswith("k3"):

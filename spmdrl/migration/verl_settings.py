@@ -149,7 +149,28 @@ ALWAYS = {  # settings, by the beginning of their names, that need nothing here,
         "megatron.use_remove_padding": "sequences are always packed",
         "megatron.override_ddp_config.grad_reduce_in_fp32": "gradients are summed in float32",
         "megatron.override_ddp_config.use_distributed_optimizer": "always",
+        **{f"megatron.override_transformer_config.{kernel}": "it changes the speed alone"
+           for kernel in ("gradient_accumulation_fusion", "moe_permute_fusion", "apply_rope_fusion",
+                          "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion",
+                          "persist_layer_norm", "deallocate_pipeline_outputs", "use_flash_attn")},
+        "megatron.override_transformer_config.moe_router_dtype": "routers compute in float32",
+        "fused_kernel_options.": "the LM head is fused with the loss",
     }.items()},
+    "actor_rollout_ref.model.fused_kernel_options.": "the LM head is fused with the loss",
+    "actor_rollout_ref.hybrid_engine": "roles share all ranks unless placement says otherwise",
+    f"{ACTOR}.megatron.seed": "seed",
+    f"{ACTOR}.calculate_sum_pi_squared": "it is computed where the estimator wants it",
+    f"{ACTOR}.megatron.override_transformer_config.attention_backend":
+        "attention takes packed sequences, by flash-attn on GPUs",
+    f"{ACTOR}.fsdp_config.use_orig_params": "FSDP2",
+    f"{ROLLOUT}.server.": "the engine runs inside the rank",
+    f"{ROLLOUT}.sglang_rollout_mode": "the engine runs inside the rank",
+    "transfer_queue.": "samples go from rank to rank by collectives",
+    f"{ROLLOUT}.disable_log_stats": "the run logs what its engines do",
+    f"{ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache":
+        "images are prepared once, and not by vLLM",
+    f"{ROLLOUT}.skip_tokenizer_init": "the engine takes and gives tokens",
+    "critic.model.trust_remote_code": "as of actor_rollout_ref.model",
     "actor_rollout_ref.model.use_shm": "each rank reads its own part of the files",
     "actor_rollout_ref.nccl_timeout": "stall_timeout_s",
     "data.return_raw_chat": "chats are always kept",
@@ -167,14 +188,46 @@ ALWAYS = {  # settings, by the beginning of their names, that need nothing here,
     "reward_model.use_reward_loop": "rewards are scored while others are sampled",
     "reward_model.launch_reward_fn_async": "rewards are scored while others are sampled",
 }  # fmt: skip
+DISPATCHER = "tokens go to their experts by one all-to-all: docs/experts.md"
 NOTES = {  # what to do about settings, by the beginning of their names
     "--config-name": "the settings of that file are left out: translate that file, too",
+    "data.gen_batch_size": "algo.dynamic_sampling asks data.prompts_per_step more at a time",
     "data.custom_cls.": "a data set is files or a hub's: write its rows as Parquet or JSONL",
     "data.sampler.": "data.sampler has curricula by difficulty and by success rate, or takes a "
     "function of yours: docs/mixtures.md",
     "data.train_max_samples": "write a file with so many rows",
     f"{ROLLOUT}.engine_kwargs.": "vLLM's are keys of rollout.engine_args",
-    f"{ACTOR}.profiler.": "profile=ProfileConfig(...): docs/output.md",
+    **{f"{role}.profiler.": "profile=ProfileConfig(...): docs/output.md"
+       for role in (ACTOR, REF, ROLLOUT, "critic")},
+    **{f"{role}.megatron.{name}": why for role in (ACTOR, "critic") for name, why in {
+        "dist_checkpointing_path": "weights are read from the model's Hugging Face files",
+        "use_dist_checkpointing": "weights are read from the model's Hugging Face files",
+        "override_transformer_config.moe_token_dispatcher_type": DISPATCHER,
+        "override_transformer_config.moe_enable_deepep": DISPATCHER,
+        "override_transformer_config.account_for_": "num_layers_in_first_pipeline_stage and "
+        "num_layers_in_last_pipeline_stage say how many layers a stage has: docs/megatron.md",
+    }.items()},
+    **{f"{role}.optim.override_optimizer_config.": "offload_optimizer keeps the optimizer's state "
+       "on the host between updates: docs/memory.md" for role in (ACTOR, "critic")},
+    **{f"{role}.checkpoint.": "a checkpoint has all that a run goes on from; spmdrl.export "
+       "writes a Hugging Face folder of it" for role in (ACTOR, "critic")},
+    "actor_rollout_ref.model.override_config.": "write it into the model's config.json",
+    "actor_rollout_ref.model.exclude_modules": "actor.lora.target_modules names the layers",
+    f"{ROLLOUT}.multi_turn.max_user_turns": "multi_turn.max_turns counts the policy's turns",
+    "actor_rollout_ref.model.mtp.": "actor.mtp_loss_scaling_factor, of engine megatron: "
+    "docs/megatron_families.md",
+    "actor_rollout_ref.model.custom_chat_template": "write it as chat_template.jinja into the "
+    "model's folder",
+    f"{ACTOR}.fsdp_config.mixed_precision.": "actor.dtype is that of compute; weights and sums of "
+    "gradients are float32",
+    f"{ROLLOUT}.prometheus.": "trackers=(..., an object of your own): docs/trackers.md",
+    f"{ROLLOUT}.over_sample_rate": "rollout.oversample: docs/placement.md",
+    f"{ROLLOUT}.trace.": "samples/ in run_dir has them: python -m spmdrl.view",
+    "rollout.n": "ranks that only sample: placement={...}, async_steps: docs/placement.md",
+    "trainer.n_rollout_gpus_per_node": "ranks that only sample: placement={...}: docs/placement.md",
+    "trainer.resume_from_path": "--resume FOLDER, of a checkpoint of spmdrl's",
+    "trainer.max_critic_ckpt_to_keep": "checkpoint.keep is of all models",
+    "reward_model.sandbox_fusion.": "sandbox=SandboxConfig(...): docs/remote_sandboxes.md",
     "global_profiler.": "profile=ProfileConfig(...): docs/output.md",
     "critic.model.lora": "critic.lora=LoraConfig(...): docs/lora.md",
     "actor_rollout_ref.model.lora.merge": "weights.lora is merge or adapter: docs/lora.md",

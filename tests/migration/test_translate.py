@@ -9,6 +9,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -725,9 +726,66 @@ def test_declarations_pipes_and_mappings_of_a_script_of_verl(tmp_path: Path) -> 
         "data.chat_template_kwargs": {"enable_thinking": False},
     }  # fmt: skip
     assert t.notes.keys() >= {
-        "--config-name=$PWD/mine/my_grpo", "custom_reward_function.reward_kwargs={'alpha': 0.1}",
+        "--config-name=./mine/my_grpo", "custom_reward_function.reward_kwargs={'alpha': 0.1}",
     }  # fmt: skip
     assert not any("x=" in name for name in t.notes)
     own = "verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' "
     found = verl.overrides_of_script(own + "data.a=1 actor_rollout_ref.b=2")
     assert found == {"data.a": 1, "actor_rollout_ref.b": 2}
+
+
+FOLDERS = """
+HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null 2>&1 && pwd)"
+ROOT=$(readlink -f "$HERE/../..")
+PROJECT="$(pwd)"
+python3 -m verl.trainer.main_ppo --config-path="$PROJECT/settings" --config-name=mine \\
+    data.train_files=$HERE/a.parquet data.val_files=`pwd`/b.parquet \\
+    actor_rollout_ref.model.path=$ROOT/model \\
+    custom_reward_function.path="$(dirname "$0")/reward.py" \\
+    actor_rollout_ref.rollout.max_num_batched_tokens=4096 \\
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL \\
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True \\
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4 \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0
+"""
+
+
+def test_folders_settings_files_and_engine_arguments_of_a_script_of_verl(tmp_path: Path) -> None:
+    folder = tmp_path / "examples" / "grpo"
+    folder.mkdir(parents=True)
+    file = folder / "run.sh"
+    file.write_text(FOLDERS)
+    missing = translated(file)
+    assert "--config-name=./settings/mine" in missing.notes
+    assert missing.fields["data.train"] == f"{folder}/a.parquet"
+    assert missing.fields["data.eval"] == "./b.parquet"
+    assert missing.fields["model"] == f"{folder}/../../model"
+    assert repr(f"{folder}/reward.py") in missing.fields["reward"].above
+    assert missing.fields["rollout.engine_args"] == {
+        "max_num_batched_tokens": 4096, "compilation_config": {"cudagraph_mode": "FULL"},
+    }  # fmt: skip
+    own = "actor_rollout_ref.rollout.engine_kwargs.vllm."
+    assert f"{own}swap_space=4" in missing.notes
+    assert f"{own}disable_mm_preprocessor_cache" in missing.granted
+    (folder / "reward.py").write_text("def compute_score(solution_str): return 1.0")
+    config = config_of(file)
+    assert config.algo.kl_coef == 0
+    check_algo(replace(config, rollout=replace(config.rollout, n=2)))
+
+    (tmp_path / "settings").mkdir()
+    settings = tmp_path / "settings" / "mine.yaml"
+    tree: dict[str, Any] = {
+        "defaults": ["ppo_trainer", "_self_"],
+        "data": {"max_response_length": 77},
+        "actor_rollout_ref": {"rollout": {"n": 6, "max_num_batched_tokens": 1}},
+    }
+    settings.write_text(yaml.safe_dump(tree))
+    read = translated(file)
+    assert not any(name.startswith("--config-name") for name in read.notes)
+    assert read.fields["rollout.max_tokens"] == 77 and read.fields["rollout.n"] == 6
+    assert read.fields["rollout.engine_args"]["max_num_batched_tokens"] == 4096  # the script's
+    settings.write_text(yaml.safe_dump(tree | {"defaults": ["theirs"]}))
+    assert "--config-name=./settings/mine with theirs" in translated(file).notes
+    settings.write_text("a: [")
+    with pytest.raises(ConfigError, match=r"mine\.yaml, which .*run\.sh names, cannot be read"):
+        translated(file)

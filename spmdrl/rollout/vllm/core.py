@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.config import (
     CPU_KV_CACHE_MIB,
+    VLLM_ENGINE_ARGS,
     ConfigError,
     LoraConfig,
     RolloutConfig,
@@ -39,17 +40,6 @@ from spmdrl.rollout.vllm.derived_weights import CPU_BACKEND, is_latent
 from spmdrl.rollout.vllm.speculative import speculative_config
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises what is above 0 and below this
-# of vLLM's EngineArgs: what decides how fast an engine is and how much memory it has, and neither
-# what it computes nor how its weights lie
-MAY_BE_SET = (
-    "async_scheduling", "attention_backend", "attention_config", "block_size",
-    "compilation_config", "cudagraph_capture_sizes", "disable_cascade_attn",
-    "disable_custom_all_reduce", "enable_chunked_prefill", "enable_flashinfer_autotune",
-    "enable_prefix_caching", "kv_cache_dtype", "long_prefill_token_threshold",
-    "max_cudagraph_capture_size", "max_num_batched_tokens", "max_num_scheduled_tokens",
-    "num_gpu_blocks_override", "optimization_level", "performance_mode",
-    "sleep_mode_offload_cudagraph",
-)  # fmt: skip
 
 
 def check_engine_args(config: RolloutConfig, strict: bool) -> None:
@@ -60,9 +50,13 @@ def check_engine_args(config: RolloutConfig, strict: bool) -> None:
     if strict:
         raise ConfigError(f"{given}: strict sets vLLM up by itself; leave them out")
     for name in config.engine_args:
-        if name not in MAY_BE_SET:
-            near = difflib.get_close_matches(name, MAY_BE_SET, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "may be set: " + ", ".join(MAY_BE_SET)
+        if name not in VLLM_ENGINE_ARGS:
+            near = difflib.get_close_matches(name, VLLM_ENGINE_ARGS, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else "may be set: " + ", ".join(VLLM_ENGINE_ARGS)
+            )
             raise ConfigError(f"rollout.engine_args has {name!r}; {hint}")
 
 
