@@ -90,6 +90,14 @@ NOTES = {  # what to do about settings
     "config_file": "of accelerate: call this program with its num_processes as --ranks",
     "lora_dropout": "adapters have no dropout: log-probabilities differ by the updates alone",
     "reward_weights": "one reward function returns the weighted sum",
+    "environment_factory": "environment=..., a class whose objects answer turns, or OpenEnvEpisode "
+    "for a server of OpenEnv: docs/environments.md",
+    "tools": "tools=(...), the same functions: docs/multi_turn.md",
+    "max_tool_calling_iterations": "multi_turn.max_turns counts the policy's turns",
+    "callbacks": "trackers=(..., an object of your own) is called after each step",
+    "num_completions_to_print": "log_samples",
+    "trackio_space_id": 'trackers=("trackio",): docs/trackers.md',
+    "push_to_hub": "python -m spmdrl.export --push_to_hub: docs/hubs.md",
     "system_prompt": "of Open-R1: write it into the rows, as the first turn of a chat list",
     "gradient_checkpointing_kwargs": "layers are computed anew without reentrance",
 }
@@ -142,7 +150,8 @@ def known(given: Mapping[str, Any], t: Translation) -> dict[str, Any]:
         number |= isinstance(DEFAULTS.get(name), int | float)
         why = ""
         if isinstance(value, Computed):
-            why = "" if name in kept else "the script computes it; write the value"
+            computed = NOTES.get(name, "the script computes it; write the value")
+            why = "" if name in kept else computed
         elif is_unknown(name, value):
             why = "" if name in kept else "the script does not say what this variable is"
         elif number and value is not None and not isinstance(value, int | float):

@@ -16,7 +16,9 @@ from spmdrl.migration.verl import as_value
 
 TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of GRPOTrainer
 OTHERS = ("DPOConfig", "SFTConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "PPOConfig",
-          "GKDConfig")  # fmt: skip
+          "GKDConfig", "AsyncGRPOConfig")  # fmt: skip
+# the first word of a command that a docstring shows, behind its variables
+COMMAND = re.compile(r"(?:\w+=\S*\s+)*(?:accelerate|python[\d.]*|torchrun|trl|uv)\s")
 LORA = {  # of peft's LoraConfig, the flag of TRL
     "r": "lora_r", **{name: name for name in (
         "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
@@ -52,7 +54,7 @@ def settings_of_python(text: str) -> Mapping[str, Any] | None:
     tree = ast.parse(text)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if not any(called(node) == "GRPOConfig" for node in calls):
-        found = settings_of_script(ast.get_docstring(tree) or "")
+        found = settings_of_script(shown_commands(ast.get_docstring(tree) or ""))
         others = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & {*OTHERS}
         if found is None and others:
             raise refusal(", ".join(sorted(others)))
@@ -60,6 +62,13 @@ def settings_of_python(text: str) -> Mapping[str, Any] | None:
             later = [*set_later(tree, {})]
             found |= {name: value for name, value, note in later if not note}
             found["script_notes"] = {name: note for name, _, note in later if note}
+        if found is None and any(
+            isinstance(n, ast.Name) and n.id == "GRPOConfig" for n in ast.walk(tree)
+        ):
+            raise ConfigError(
+                "the script takes TRL's settings from the command line: translate the script or "
+                "the YAML file that starts it"
+            )
         return found
     defaults = dict(argument for node in calls for argument in arguments_of(node))
     settings: dict[str, Any] = {}
@@ -218,6 +227,12 @@ def value_of(node: ast.expr, defaults: Mapping[str, Any]) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
         return Computed(ast.unparse(node))
+
+
+def shown_commands(docstring: str) -> str:
+    """Returns the paragraphs of a docstring that are commands."""
+    paragraphs = re.split(r"\n\s*\n|\n?```\w*\n?", docstring)
+    return "\n".join(text for text in paragraphs if COMMAND.match(text.strip()))
 
 
 def refusal(name: str) -> ConfigError:

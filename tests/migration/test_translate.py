@@ -237,6 +237,8 @@ def test_values_of_a_python_script_and_its_arguments(tmp_path: Path) -> None:
     ("name", "text", "words"),
     [
         ("a.py", "args = DPOConfig(beta=0.1)", "DPOConfig of TRL has no translation"),
+        ("a.py", "args = AsyncGRPOConfig()", "AsyncGRPOConfig of TRL has no translation"),
+        ("a.py", "args = TrlParser(GRPOConfig)", "takes TRL's settings from the command line"),
         ("a.py", "def (", "is no Python: line 1"),
         ("a.py", "print(1)", "starts neither verl"),
         ("a.sh", "trl sft --model x", "trl sft of TRL has no translation"),

@@ -175,6 +175,27 @@ def test_a_script_whose_command_stands_in_its_docstring(tmp_path: Path) -> None:
           ("training_args.temperature = 0.5", "reward_funcs"))  # fmt: skip
 
 
+def test_prose_around_the_command_of_a_docstring(tmp_path: Path) -> None:
+    text = (
+        '"""Trains with transformers\' own batches: it doesn\'t wait.\n\n```bash\n'
+        "FAST=1 accelerate launch grpo.py \\\\\n    --num_generations 6\n```\n\n"
+        'The trainer\'s --num_generations 7 is only prose.\n"""\nTrlParser(GRPOConfig)\n'
+    )
+    check(of_text(text, tmp_path), {"rollout.n": 6})
+
+
+def test_an_environment_of_trl_is_named_with_what_to_write(tmp_path: Path) -> None:
+    text = (
+        "GRPOTrainer(model='m', args=GRPOConfig(num_completions_to_print=2), "
+        "environment_factory=lambda: Game(client), callbacks=[Mine()])"
+    )
+    notes = of_text(text, tmp_path).notes
+    said = " ".join(f"{name}: {why}" for name, why in notes.items())
+    assert "environment=..., a class whose objects answer turns" in said
+    assert "num_completions_to_print=2: log_samples" in said
+    assert "an object of your own) is called after each step" in said
+
+
 @pytest.mark.parametrize("ranks", ["many", 0])
 def test_a_number_of_processes_is_asked_for(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(START)
