@@ -131,7 +131,7 @@ API = (
         "family of engine megatron is one declaration: [extending.md](../extending.md).",
         {
             "spmdrl.engines.base": "LossFn TrainEngine",
-            "spmdrl.engines.megatron.families": "Family",
+            "spmdrl.engines.megatron.family_parts": "Family",
         },
     ),
 )

@@ -84,6 +84,44 @@ FAMILIES |= {
     "qwen3_5_moe_text": DELTA_NETS | QWEN_EXPERTS,
     "qwen3_next": DELTA_NETS | QWEN_EXPERTS | {"mlp_only_layers": [1]},
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 20,
+}  # fmt: skip
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+}  # fmt: skip
+TYPED = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
+FAMILIES |= {
+    "glm4_moe_lite": LATENT | DEEPSEEK_EXPERTS | TYPED,
+    "deepseek_v2": LATENT | DEEPSEEK_EXPERTS | {
+        "norm_topk_prob": False, "first_k_dense_replace": 1, "q_lora_rank": None,
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "dots1": DEEPSEEK_EXPERTS | {
+        "head_dim": 32, "first_k_dense_replace": 1, "sliding_window": 5, "layer_types": WINDOWED,
+    },
+    "exaone_moe": {
+        "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "num_shared_experts": 1, "sliding_window": 5, "layer_types": WINDOWED, **TYPED,
+    },
+    "exaone4": {"head_dim": 32, "sliding_window": 5, "layer_types": WINDOWED},
+    "minimax_m2": {
+        "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+        },
+    },
+    "olmo2": {},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
+    "phi3": {"sliding_window": 5, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+    }},
+    "ministral": {"head_dim": 32, "sliding_window": 5, "layer_types": WINDOWED},
+    "gemma": {"head_dim": 32, "tie_word_embeddings": True},
+}  # fmt: skip
 FAMILIES["qwen3_moe normalised"] = FAMILIES["qwen3_moe"] | {"norm_topk_prob": True}
 FAMILIES["deepseek_v3 ungrouped"] = FAMILIES["deepseek_v3"] | {
     "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3,
@@ -173,7 +211,7 @@ def save_reference(model: Any, folder: Path) -> None:
 
 def checkpoint_names(model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one, as save_pretrained writes them."""
-    mixtral = model.config.model_type == "mixtral"
+    mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     out = {}
     for name, tensor in named.items():

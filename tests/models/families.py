@@ -117,9 +117,9 @@ FAMILIES = [
     Family("OPT", "opt"),
     Family("Apertus", "apertus"),
     Family("MiniCPM 3", "minicpm3"),
-    Family("dots.llm1", "dots1", {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 6,
-                                  "n_routed_experts": 128, "n_shared_experts": 2,
-                                  "first_k_dense_replace": 1}),
+    Family("dots.llm1", "dots1", {"n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+                                  "num_experts_per_tok": 6, "n_routed_experts": 128,
+                                  "n_shared_experts": 2, "first_k_dense_replace": 1}),
 ]  # fmt: skip
 KIMI_VL = {"text_config": {  # config.json of Kimi-VL-A3B
     "vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264, "n_shared_experts": 2,

@@ -272,6 +272,47 @@ class RmsNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class JointRmsNorm(nn.Module):
+    """RMSNorm of all heads' queries, or keys, together, as in OLMo 2 (arXiv 2501.00656).
+
+    Each tensor rank has its heads and their weights; squares are summed over the ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, heads: int, eps: float = 1e-6) -> None:
+        """hidden_size: of a head; heads: of all tensor ranks, which share them."""
+        from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+        super().__init__()
+        self.eps, self.size = eps, heads * hidden_size
+        device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
+        here = self.size // config.tensor_model_parallel_size
+        self.weight = nn.Parameter(torch.ones(here, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (tokens, 1, heads here, size of a head)."""
+        from megatron.core.tensor_parallel import (
+            copy_to_tensor_model_parallel_region,
+            reduce_from_tensor_model_parallel_region,
+        )
+
+        wide = x.float()
+        squares = wide.square().sum((-2, -1), keepdim=True)
+        squares = copy_to_tensor_model_parallel_region(
+            reduce_from_tensor_model_parallel_region(squares)
+        )
+        normed = (wide * torch.rsqrt(squares / self.size + self.eps)).to(x.dtype)
+        return self.weight.view(*x.shape[-2:]) * normed
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        weight = {"weight": self.weight}
+        return make_sharded_tensors_for_checkpoint(weight, prefix, {"weight": 0}, sharded_offsets)
+
+
 class NormedAdd(nn.Module):
     """Adds a layer's attention or MLP to the residual after a norm of its own, as in Gemma 2 (arXiv
     2408.00118). It takes the place of Megatron's bias_dropout_add.

@@ -140,8 +140,7 @@ def compared(
             model.share_embeddings_and_output_weights, bool(hf.tie_word_embeddings)
         ),
         "activation": (config.activation_func, ours.activation_func),
-        # 1 where a layer has no rotary embedding; Megatron makes a list of an integer
-        "no_rope_freq": (config.no_rope_freq if any_of(config.no_rope_freq) else None, None),
+        "no_rope_freq": (without_rope(config), without_rope(ours)),
     }  # fmt: skip
     names = SAME | (SAME_EXPERTS if ours.num_moe_experts else frozenset())
     if ours.num_moe_experts:
@@ -172,6 +171,13 @@ def compared(
 def any_of(pattern: Any) -> bool:
     """Whether a frequency of Megatron's, an integer or a list of 0 and 1, chooses any layer."""
     return any(pattern) if isinstance(pattern, list | tuple) else bool(pattern)
+
+
+def without_rope(config: Any) -> list[int] | None:
+    """Returns 1 for each layer without a rotary embedding and 0 for the others; None where all have
+    one. Megatron makes a list of an integer.
+    """
+    return config.no_rope_freq if any_of(config.no_rope_freq) else None
 
 
 def window_layers(config: Any) -> list[int]:

@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spmdrl.config import ConfigError, require
-from spmdrl.engines.megatron.families import ANY, COMMON_FIELDS, FAMILIES, Settings
+from spmdrl.engines.megatron.families import FAMILIES
+from spmdrl.engines.megatron.family_parts import ANY, COMMON_FIELDS, Settings
 from spmdrl.engines.megatron.splits import Stacked
 from spmdrl.engines.megatron.towers import deepstack_layers, looks_ahead
 
@@ -147,8 +148,13 @@ def _sizes_below_one(degrees: Degrees) -> list[str]:
 def _tensor_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
     problems = _must_divide("tensor_parallel", d.tensor, _tensor_sizes(hf_config))
     heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    latent = FAMILIES[hf_config.model_type].latent
-    if not latent and heads % d.tensor == 0 and groups % d.tensor and d.tensor % groups:
+    family = FAMILIES[hf_config.model_type]
+    if family.joint_qk_norms and groups % d.tensor:
+        problems.append(
+            f"tensor_parallel={d.tensor}: {groups} key-value heads, which have one norm together "
+            f"and are not cut among ranks that share one; it may be {divisors(gcd(heads, groups))}"
+        )
+    elif not family.latent and heads % d.tensor == 0 and groups % d.tensor and d.tensor % groups:
         fit = [n for n in range(1, heads + 1) if groups % n == 0 or n % groups == 0]
         problems.append(
             f"tensor_parallel={d.tensor}: {groups} key-value heads are neither a multiple of it "

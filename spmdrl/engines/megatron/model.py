@@ -199,10 +199,12 @@ def layer_spec(config: Any, hf_config: PreTrainedConfig, number: int) -> Any:
     family has beside.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from spmdrl.engines.megatron.attention import (
         ClampedSwiGlu,
+        JointRmsNorm,
         NormedAdd,
         PackedAttention,
         RmsNorm,
@@ -217,7 +219,7 @@ def layer_spec(config: Any, hf_config: PreTrainedConfig, number: int) -> Any:
         normalization="RMSNorm",
     )  # fmt: skip
     layer, parts = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm if family.pre_norms else IdentityOp
     if layer_types(hf_config)[number] == "linear_attention":
         layer.self_attention = delta_net_spec()
         return spec
@@ -226,6 +228,11 @@ def layer_spec(config: Any, hf_config: PreTrainedConfig, number: int) -> Any:
     )
     if config.multi_latent_attention:
         parts.q_layernorm = parts.kv_layernorm = RmsNorm
+    elif family.joint_qk_norms:  # without config.qk_layernorm, by which gradients of norms are
+        # summed over the tensor ranks: these have weights of their own on each
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        parts.q_layernorm = ModuleSpec(JointRmsNorm, params={"heads": heads})
+        parts.k_layernorm = ModuleSpec(JointRmsNorm, params={"heads": groups})
     elif config.qk_layernorm:
         parts.q_layernorm = parts.k_layernorm = RmsNorm
     if family.sandwich_norms:

@@ -139,7 +139,7 @@ class Qkv:
     With more tensor ranks than groups a group lies on several ranks, cut anywhere.
     """
 
-    name: str  # {} stands for q, k and v
+    name: str  # {} stands for q, k and v; without it the tensor has all of q's rows, then k's, v's
     gated: bool = False  # the q projection has for each head the rows of its query and of its gate
 
     def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
@@ -147,15 +147,18 @@ class Qkv:
         heads = at.config.num_attention_heads
         rows = {"q": heads * dim * (2 if self.gated else 1), "k": groups * dim, "v": groups * dim}
         first, last = at.cut.range(sum(rows.values()))
+        fused = "{}" not in self.name
+        ahead = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]} if fused else {}
         found, start = [], 0
         for letter, there, count in self._runs(heads // groups, groups, dim):
             begin, end = max(start, first), min(start + count, last)
             if begin < end:
-                row = there + begin - start
+                row = ahead.get(letter, 0) + there + begin - start
                 box = ((row, row + end - begin), *whole(shape[1:]))
                 view = partial(_rows, first=begin - first, count=end - begin)
                 name = at.name(self.name.replace("{}", letter))
-                found.append(HfSlice(name, (rows[letter], *shape[1:]), box, view))
+                full = sum(rows.values()) if fused else rows[letter]
+                found.append(HfSlice(name, (full, *shape[1:]), box, view))
             start += count
         return found
 

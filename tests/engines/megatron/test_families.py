@@ -19,11 +19,11 @@ from training_batches import CONFIG, on_data_ranks, whole_batch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from spmdrl.config import ConfigError
-from spmdrl.engines.megatron.families import (
+from spmdrl.engines.megatron.families import FAMILIES
+from spmdrl.engines.megatron.family_parts import (
     ANY,
     ATTENTION,
     COMMON_FIELDS,
-    FAMILIES,
     MLP,
     NORMS,
     SILU,
@@ -46,6 +46,7 @@ LAYOUTS = {
     "mistral": PP, "seed_oss": TP, "glm4": TP, "gemma2": PP, "gemma3_text": TP,
     "qwen2_moe": {"expert_parallel": 2}, "glm4_moe": PP, "gpt_oss": TP | {"expert_parallel": 2},
     "qwen3_5_text": TP, "qwen3_5_moe_text": PP, "qwen3_next": {"expert_parallel": 2},
+    "minimax_m2": TP, "exaone4": PP, "phi3": TP, "glm4_moe_lite": {"expert_parallel": 2},
 }  # fmt: skip
 # a shift of keys by what is not rotated leaves each softmax as it is: the gradient of that bias is
 # rounding, of which Adam makes steps of the whole learning rate
@@ -93,6 +94,8 @@ REFUSED = [  # family, what its config says, what the message must say
     ("seed_oss", {"attention_out_bias": True}, "attention_out_bias=True"),
     ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
     ("glm4_moe", {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}, "from 2 groups"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "group_limited_greedy"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
     ("qwen3", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
 ]  # fmt: skip
 

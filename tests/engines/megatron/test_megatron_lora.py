@@ -37,8 +37,10 @@ def case(model, kind, ranks, lora=LORA, **layout):
 
 
 # two layers have all kinds of layers that these have
-KINDS = {"qwen3_5_text": ("linear_attention", "full_attention"), "glm4": (),
-         "gpt_oss": ("sliding_attention", "full_attention"), "glm4_moe": ()}  # fmt: skip
+KINDS = {
+    "qwen3_5_text": ("linear_attention", "full_attention"), "glm4": (), "phi3": (),
+    "gpt_oss": ("sliding_attention", "full_attention"), "glm4_moe": (),
+}  # fmt: skip
 FAMILIES = {
     family: {"num_hidden_layers": 2} | ({"layer_types": [*kinds]} if kinds else {})
     for family, kinds in KINDS.items()

@@ -18,7 +18,13 @@ SEQUENCE = {"tensor": 2, "sequence": True}
 NEW = ["mistral", "seed_oss", "glm4", "gemma2", "gemma3_text"]
 SPARSE = ["qwen2_moe", "glm4_moe", "gpt_oss"]
 DELTA = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
+LATER = ["exaone4", "smollm3", "phi3", "ministral", "gemma", "olmo2"]
+LATER_EXPERTS = ["glm4_moe_lite", "deepseek_v2", "dots1", "exaone_moe", "minimax_m2", "olmoe"]
 TWO_RANKS = [
+    Case(SEQUENCE, [*LATER, *LATER_EXPERTS]),
+    Case({"pipeline": 2}, [*LATER, *LATER_EXPERTS]),
+    Case({"context": 2}, ["exaone4", "smollm3", "glm4_moe_lite"]),
+    Case(SEQUENCE | {"expert": 2}, LATER_EXPERTS, recompute=True),
     Case({"tensor": 2}, ["gemma2", "glm4", "qwen3_5_text"]),
     Case(SEQUENCE, [*NEW, *SPARSE, *DELTA]),
     Case(SEQUENCE, ["gemma3_text", "gpt_oss"], recompute="selective"),
@@ -41,7 +47,7 @@ TWO_RANKS = [
     Case({"pipeline": 2}, ["qwen3"], kind="value"),
 ]
 FOUR_RANKS = [
-    Case({"tensor": 4}, ["qwen3", "qwen2"]),  # more ranks than the two key-value heads
+    Case({"tensor": 4}, ["qwen3", "qwen2", "phi3"]),  # more ranks than the two key-value heads
     Case(SEQUENCE | {"context": 2}, ["qwen3", "deepseek_v3"]),
     Case({"tensor": 2, "pipeline": 2}, ["qwen3"]),
     Case(SEQUENCE | {"pipeline": 2, "virtual": 2, "expert": 2}, ["qwen3_moe", "mixtral"]),
