@@ -30,6 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spmdrl.rollout.vllm.streams import EngineStream
+
 # the methods of EngineCore that engine.py calls
 ENGINE_METHODS = (
     "abort_requests", "collective_rpc", "reset_encoder_cache", "reset_prefix_cache", "sleep",
@@ -68,7 +70,8 @@ def rank_executor(address: str, rank: int, local_rank: int) -> type:
 
     A second engine of the process replaces the memory in which vLLM's kernels keep what they
     compute on the way, and fixes its size: each executor works with its own. Reads and sets
-    _manager in vllm.v1.worker.workspace, around UniProcExecutor.collective_rpc.
+    _manager in vllm.v1.worker.workspace, around UniProcExecutor.collective_rpc. Each executor works
+    on a CUDA stream of its own as well (streams.py).
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
     from vllm.v1.worker import workspace
@@ -82,12 +85,15 @@ def rank_executor(address: str, rank: int, local_rank: int) -> type:
             return address, rank, local_rank
 
         def _init_executor(self) -> None:
-            super()._init_executor()
+            self.own_stream = EngineStream()
+            with self.own_stream.current():
+                super()._init_executor()
             self.own_workspace = module._manager
 
         def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
             module._manager = self.own_workspace
-            return super().collective_rpc(*args, **kwargs)
+            with self.own_stream.current():
+                return super().collective_rpc(*args, **kwargs)
 
     return RankExecutor
 
@@ -255,6 +261,17 @@ def shutdown(core: Any) -> None:
         connector.close()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
+
+
+def memory_of_weights() -> list[tuple[int, int]]:
+    """Returns the memory that was taken while a model was loaded, which a sleep of level 2 drops:
+    (address, bytes) of each piece. Reads pointer_to_data of
+    vllm.device_allocator.cumem.CuMemAllocator, and tag and handle of its entries.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    pieces = CuMemAllocator.get_instance().pointer_to_data.items()
+    return [(address, piece.handle[1]) for address, piece in pieces if piece.tag == "weights"]
 
 
 def detokenizer(tokenizer: Any, request: Any) -> Any:
