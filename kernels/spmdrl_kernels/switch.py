@@ -33,8 +33,8 @@ def can_run(device: torch.device) -> bool:
 
 
 def is_current(device: torch.device) -> bool:
-    """Returns True. Raises RuntimeError where the current device is another GPU: Triton would launch
-    there all the same, and read these tensors in no order with what computes them.
+    """Returns True. Raises RuntimeError where the current device is another GPU: Triton would
+    launch there all the same, and read these tensors in no order with what computes them.
     """
     current = torch.cuda.current_device()
     if device.index in (None, current):
