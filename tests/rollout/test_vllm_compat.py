@@ -17,11 +17,13 @@ from torch import nn
 from spmdrl.config import LoraConfig, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import process_groups
+from spmdrl.engines.fsdp.optimizers import zero_moment
 from spmdrl.rollout.base import Request, SamplingParams, WeightMismatch
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm.core import executor_of, keep_compiled_code_apart
 from spmdrl.rollout.vllm.derived_weights import check_derived, mark_derived, renew_derived
 from spmdrl.rollout.vllm.engine import VllmEngine
+from spmdrl.rollout.vllm.plain_tensors import plain_tensors
 from spmdrl.rollout.vllm.streams import EngineStream
 
 pytestmark = pytest.mark.vllm
@@ -496,6 +498,22 @@ def test_vllm_still_notes_what_memory_it_has_taken_for_what(
     assert 'tag="weights"' in inspect.getsource(Worker.load_model)
     dropped = inspect.getsource(sleep_mode_backend.CuMemBackend.suspend)
     assert 'offload_tags: tuple[str, ...] = ("runtime", "cudagraph")' in dropped
+
+
+def test_only_plain_tensors_in_memory_that_is_dropped_are_kept() -> None:
+    """Not parameters, not what lies elsewhere, not torchao's, which are made of other tensors."""
+    weight = nn.Parameter(torch.ones(4))
+    elsewhere, inside = torch.ones(8), torch.arange(16.0)
+    made_of_others: Any = zero_moment(torch.ones(64, 64), signed=True)
+    model = nn.Linear(1, 1)
+    model.weight, model.parts = weight, {"of": [inside[:4], (inside[4:], elsewhere)]}  # type: ignore[assignment]
+    model.moment = made_of_others
+    runner = SimpleNamespace(get_model=lambda: model)
+    memory = [(t.data_ptr(), t.nbytes) for t in (weight, inside)]
+    (found,) = plain_tensors(runner, memory)
+    assert found.data_ptr() == inside.data_ptr() and len(found) == inside.nbytes
+    with pytest.raises(RuntimeError, match="data pointer"):
+        made_of_others.untyped_storage().data_ptr()
 
 
 def test_vllm_still_files_compiled_code_by_the_rank_within_an_engine(

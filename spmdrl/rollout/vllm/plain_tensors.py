@@ -54,16 +54,20 @@ def plain_tensors(runner: Any, memory: Sequence[tuple[int, int]]) -> list[Tensor
     """
     model = runner.get_model()
     registered = [*model.parameters(), *model.buffers()]
-    known = {t.untyped_storage().data_ptr() for t in registered}
+    known = {place_of(tensor) for tensor in registered}
     found: list[Tensor] = []
     for tensor in within([runner, model]):
-        storage = tensor.untyped_storage()
-        place = storage.data_ptr()
+        place = place_of(tensor)
         if place not in known and any(first <= place < first + size for first, size in memory):
             known.add(place)
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            found.append(whole.set_(storage))
+            found.append(whole.set_(tensor.untyped_storage()))
     return found
+
+
+def place_of(tensor: Tensor) -> int:
+    """Returns the address of a tensor's memory; -1 where it is made of others, as torchao's are."""
+    return -1 if hasattr(tensor, "__tensor_flatten__") else tensor.untyped_storage().data_ptr()
 
 
 def within(holders: list[Any]) -> Iterator[Tensor]:
