@@ -25,6 +25,7 @@ def on_triton(*tensors: Tensor) -> bool:
         and all(t.is_cuda for t in tensors)
         and len({t.device for t in tensors}) == 1
         and switch.can_run(tensors[0].device)
+        and switch.is_current(tensors[0].device)
     )
 
 

@@ -206,9 +206,10 @@ def attention(
     """Causal attention; no gradient.
 
     query: (num_seqs, num_queries, heads, head_dim); key, value: (num_seqs, num_keys, kv_heads,
-    head_dim), whose places from the last position on may hold any finite number; positions:
-    (num_seqs, num_queries) of the queries among the keys; window: keys that a query sees, itself
-    included. Returns what has the shape of query.
+    head_dim), whose places behind the last position may hold any finite number, on a GPU anything:
+    vLLM's cache has what lay in its memory, after a sleep; positions: (num_seqs, num_queries) of
+    the queries among the keys; window: keys that a query sees, itself included. Returns what has
+    the shape of query.
     """
     if on_triton(query, key, value):
         from spmdrl_kernels import invariant_triton

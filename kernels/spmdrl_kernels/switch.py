@@ -23,12 +23,26 @@ def on_triton(*tensors: Tensor | None) -> bool:
         and len({t.dtype for t in given}) == 1
         and given[0].dtype in DTYPES
         and can_run(given[0].device)
+        and is_current(given[0].device)
     )
 
 
 @cache
 def can_run(device: torch.device) -> bool:
     return devices.triton_runs(device)
+
+
+def is_current(device: torch.device) -> bool:
+    """Returns True. Raises RuntimeError where the current device is another GPU: Triton would
+    launch there all the same, and read these tensors in no order with what computes them.
+    """
+    current = torch.cuda.current_device()
+    if device.index in (None, current):
+        return True
+    raise RuntimeError(
+        f"these tensors are on {device}, but the current device is cuda:{current}, where Triton "
+        f"would launch its kernels: call torch.cuda.set_device({device.index}) in this thread first"
+    )
 
 
 def dtype_to_store(like: Tensor) -> torch.dtype:

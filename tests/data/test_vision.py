@@ -44,7 +44,9 @@ from spmdrl.hub.vision_families import FAMILIES as VISION_FAMILIES
 from spmdrl.hub.vision_families import ImageSizes
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
+from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm.engine import VllmEngine
+from spmdrl.rollout.vllm.plain_tensors import plain_tensors
 from spmdrl.types import Picture, Prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -382,10 +384,11 @@ def test_data_that_changed_meanwhile_is_told(models: dict[str, str]) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("name", ENGINE_NAMES)
 def test_answers_are_of_the_images_and_go_on_where_they_stopped(
-    models: dict[str, str], topology: Topology, name: str, kind: str
-) -> None:
+    models: dict[str, str], topology: Topology, monkeypatch: pytest.MonkeyPatch, name: str,
+    kind: str,
+) -> None:  # fmt: skip
     """Prompts with and without images beside each other; one text with two images of a size, which
-    a cache could mistake for each other."""
+    a cache could mistake for each other. The same after the sleep of a GPU."""
     vision = vision_of(models[kind])
     config = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
     looks = ImageLimits(vision, per_prompt=2, tokens=16, size=(32, 32))
@@ -393,10 +396,41 @@ def test_answers_are_of_the_images_and_go_on_where_they_stopped(
     first, text, last = prompts_of(vision)
     other = Prompt(3, last.token_ids, "d", "", "", images=(Picture(png(9, 32, 16)),))
     asked = [first, text, last, other, last]
-    whole, again = answer_twice(engine, build_model(models[kind], full=True), vision, asked, 4)
+    trained = build_model(models[kind], full=True)
+    whole, again = answer_twice(engine, trained, vision, asked, 4)
     if name == "hf" or engine.on_cpu:
         assert [a.token_ids for a in again] == [a.token_ids for a in whole]
+    if name == "vllm" and kind == "qwen3_vl":  # adds tensors to hidden states that are no weights
+        sleep_as_on_a_gpu(engine, engine.model.deepstack_input_embeds, monkeypatch)
+        after, _ = answer_twice(engine, trained, vision, asked, 4)
+        assert [a.token_ids for a in after] == [a.token_ids for a in whole]
     engine.shutdown()
+
+
+def sleep_as_on_a_gpu(
+    engine: VllmEngine, lost: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sleep of level 2, in which `lost` and all else that is no weight comes to hold anything.
+    Engines on CPUs have no such sleep, so that memory is overwritten in its place.
+    """
+    everywhere, levels = [(0, 1 << 63)], list[int]()
+
+    def drop(level: int) -> None:
+        levels.append(level)
+        for whole in plain_tensors(engine.runner, everywhere):
+            whole.fill_(0x42)  # 48.6 in float32
+        assert all((tensor == tensor[0, 0]).all() and tensor[0, 0] > 48 for tensor in lost)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "memory_of_weights", lambda: everywhere)
+        patch.setattr(engine, "on_cpu", False)
+        patch.setattr(engine.core, "sleep", drop)
+        patch.setattr(engine.core, "wake_up", lambda tags: None)
+        for tags in (["weights"], ["kv_cache"]):
+            engine.sleep()
+            engine.wake(tags)
+            engine.wake()
+    assert levels == [2, 2] and not any(tensor.any() for tensor in lost)
 
 
 @pytest.mark.vllm

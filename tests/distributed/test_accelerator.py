@@ -6,14 +6,17 @@ the version of NCCL are mocks. Whether several ranks run on one GPU, tests/gpu/s
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from spmdrl_kernels import copies, lm_head_triton, switch
 from spmdrl_kernels import device as kernel_device
-from spmdrl_kernels import lm_head_triton, switch
+from triton.runtime.jit import JITFunction
 
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.distributed import accelerator
@@ -67,6 +70,22 @@ def test_hopper_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_device.dot_precision(exact=False) == "tf32"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert not kernel_device.triton_runs(GPU)
+
+
+def test_no_kernel_is_launched_on_another_gpu_than_its_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton launches on the current device, and asks no tensor for its own."""
+    driver = inspect.getsource(JITFunction.run)
+    assert "device = driver.active.get_current_device()" in driver
+    monkeypatch.setattr(switch, "can_run", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    tensor: Any = OnGpu()
+    assert switch.on_triton(tensor) and copies.on_triton(tensor, tensor)
+    monkeypatch.setattr(OnGpu, "device", torch.device("cuda", 1))
+    for choose in (switch.on_triton, copies.on_triton):
+        with pytest.raises(RuntimeError, match=r"on cuda:1, .* is cuda:0, .*set_device\(1\)"):
+            choose(tensor)
 
 
 @pytest.mark.usefixtures("on_mi300")

@@ -209,18 +209,39 @@ def test_new_weights_are_used_proven_and_versioned(engine: Any, folders: tuple[s
 def test_sleep_gives_memory_back_and_waking_brings_all_of_it(
     engine: Any, folders: tuple[str, str]
 ) -> None:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
     from spmdrl.rollout.base import SamplingParams
 
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     before = engine.generate(some_requests(30), params)
+    # neither a parameter nor a buffer, in memory that a sleep drops
+    with CuMemAllocator.get_instance().use_memory_pool(tag="weights"):
+        numbers = torch.arange(1 << 20, device="cuda")
+    engine.model.of_a_layer = [numbers]
     for _ in range(2):
         awake = torch.cuda.mem_get_info()[0]
         engine.sleep()
         freed = torch.cuda.mem_get_info()[0] - awake
         assert freed > CACHE_MIB << 20  # and the weights
         engine.wake()
+        assert torch.equal(numbers, torch.arange(1 << 20, device="cuda"))
         engine.load_weights(load(folders[0]).named_parameters())
         assert engine.generate(some_requests(30), params) == before
+    del engine.model.of_a_layer
+
+
+def test_an_engine_works_beside_whatever_stream_calls_it(engine: Any) -> None:
+    from spmdrl.rollout.base import SamplingParams
+
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    before, now = engine.generate(some_requests(30), params), torch.cuda.current_stream()
+    assert now == torch.cuda.default_stream()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        callers = torch.cuda.current_stream()
+        assert engine.generate(some_requests(30), params) == before
+        assert torch.cuda.current_stream() == callers
+    assert torch.cuda.current_stream() == now
 
 
 def test_weights_that_the_trainer_sends_arrive(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from plan_configs import ppo_config, rollout_config
-from transformers import Qwen3Config, Qwen3NextConfig
+from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3NextConfig
 
 from spmdrl.cli.arguments import load_config
 from spmdrl.config import AlgoConfig, ConfigError, JudgeConfig, PpoConfig, RolloutConfig
@@ -273,6 +273,8 @@ def test_a_judge_whose_states_may_not_move_is_kept_awake_on_gpus(
     model_types.check_frozen_sleep(Qwen3Config())
     with pytest.raises(ConfigError, match=r"'qwen3_next' has layers that carry a state .*judge"):
         model_types.check_frozen_sleep(Qwen3NextConfig())
+    with pytest.raises(ConfigError, match=r"'glm_moe_dsa' has sparse attention, .* two precisions"):
+        model_types.check_frozen_sleep(CONFIG_MAPPING["glm_moe_dsa"]())
     monkeypatch.setattr(model_types, "carries_state", lambda text: True)
     with pytest.raises(ConfigError, match=r"set judge\.sleep=False, or place 'reward'"):
         check(config(), 1)

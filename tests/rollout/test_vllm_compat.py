@@ -17,11 +17,14 @@ from torch import nn
 from spmdrl.config import LoraConfig, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import process_groups
+from spmdrl.engines.fsdp.optimizers import zero_moment
 from spmdrl.rollout.base import Request, SamplingParams, WeightMismatch
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm.core import executor_of, keep_compiled_code_apart
 from spmdrl.rollout.vllm.derived_weights import check_derived, mark_derived, renew_derived
 from spmdrl.rollout.vllm.engine import VllmEngine
+from spmdrl.rollout.vllm.plain_tensors import plain_tensors
+from spmdrl.rollout.vllm.streams import EngineStream
 
 pytestmark = pytest.mark.vllm
 
@@ -417,8 +420,100 @@ def test_vllm_still_keeps_its_environment_rotary_tables_and_workspace_for_all_en
     monkeypatch.setattr(workspace, "_manager", "of the engine that was built last")
     executor: Any = object.__new__(compat.rank_executor("spmdrl:x", 0, 0))
     executor.driver_worker = SimpleNamespace(used=lambda: workspace._manager)
-    executor.own_workspace = "its own"
+    executor.own_workspace, executor.own_stream = "its own", EngineStream()
     assert executor.collective_rpc("used", single_value=True) == "its own"
+
+
+class Stream:
+    """Stands in for a CUDA stream; notes what it waits for."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+
+def test_vllm_still_leaves_a_stream_of_its_own_to_its_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call to an engine is on the stream that vLLM has left after the one before, behind what
+    the caller's stream was given; afterwards the caller's is current again, behind the engine's.
+    Streams of a GPU are played by objects.
+    """
+    from vllm.utils import torch_utils
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    assert "torch.cuda.set_stream(new_stream)" in inspect.getsource(torch_utils.current_stream)
+    runner: Any = GPUModelRunner.main_stream  # kept from a runner's first step on
+    assert "torch.cuda.current_stream" in inspect.getsource(runner.func)
+    notes: list[str] = []
+    callers, engines, others = (Stream(name, notes) for name in ("caller", "engine", "other"))
+    now = [callers]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: now.__setitem__(0, stream))
+
+    def build(self: Any) -> None:
+        notes.append(f"built on {now[0].name}")
+        torch.cuda.set_stream(engines)  # type: ignore[arg-type]
+
+    def call(self: Any, method: str) -> str:
+        if method == "fail":
+            raise RuntimeError("out of memory")
+        return now[0].name
+
+    monkeypatch.setattr(ExecutorWithExternalLauncher, "_init_executor", build)
+    monkeypatch.setattr(UniProcExecutor, "collective_rpc", call)
+    executor: Any = object.__new__(compat.rank_executor("spmdrl:x", 0, 0))
+    executor._init_executor()
+    assert now == [callers] and notes == ["built on caller", "caller waits for engine"]
+    notes.clear()
+    assert executor.collective_rpc("execute_model") == "engine"
+    assert now == [callers] and notes == ["engine waits for caller", "caller waits for engine"]
+    now[0] = others  # a program that calls from a stream of its own
+    with pytest.raises(RuntimeError, match="out of memory"):
+        executor.collective_rpc("fail")
+    assert now == [others] and notes[2:] == ["engine waits for other", "other waits for engine"]
+    now[0] = engines
+    executor.collective_rpc("execute_model")
+    assert now == [engines] and len(notes) == 4  # nothing to wait for
+
+
+def test_vllm_still_notes_what_memory_it_has_taken_for_what(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.device_allocator import AllocationData, cumem, sleep_mode_backend
+    from vllm.v1.worker.gpu_worker import Worker
+
+    allocator = cumem.CuMemAllocator()  # which on a CPU takes no memory
+    monkeypatch.setattr(cumem, "cumem_available", True)
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
+    for address, size, tag in ((0x1000, 64, "weights"), (0x2000, 32, "runtime")):
+        allocator.current_tag = tag
+        allocator._python_malloc_callback((0, size, address, 7))
+    assert isinstance(allocator.pointer_to_data[0x1000], AllocationData)
+    assert compat.memory_of_weights() == [(0x1000, 64)]
+    assert 'tag="weights"' in inspect.getsource(Worker.load_model)
+    dropped = inspect.getsource(sleep_mode_backend.CuMemBackend.suspend)
+    assert 'offload_tags: tuple[str, ...] = ("runtime", "cudagraph")' in dropped
+
+
+def test_only_plain_tensors_in_memory_that_is_dropped_are_kept() -> None:
+    """Not parameters, not what lies elsewhere, not torchao's, which are made of other tensors."""
+    weight = nn.Parameter(torch.ones(4))
+    elsewhere, inside = torch.ones(8), torch.arange(16.0)
+    made_of_others: Any = zero_moment(torch.ones(64, 64), signed=True)
+    model = nn.Linear(1, 1)
+    model.weight, model.parts = weight, {"of": [inside[:4], (inside[4:], elsewhere)]}  # type: ignore[assignment]
+    model.moment = made_of_others
+    runner = SimpleNamespace(get_model=lambda: model)
+    memory = [(t.data_ptr(), t.nbytes) for t in (weight, inside)]
+    (found,) = plain_tensors(runner, memory)
+    assert found.data_ptr() == inside.data_ptr() and len(found) == inside.nbytes
+    with pytest.raises(RuntimeError, match="data pointer"):
+        made_of_others.untyped_storage().data_ptr()
 
 
 def test_vllm_still_files_compiled_code_by_the_rank_within_an_engine(

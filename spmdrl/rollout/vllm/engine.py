@@ -50,11 +50,8 @@ from spmdrl.rollout.vllm import images as vllm_vision
 from spmdrl.rollout.vllm import lora as vllm_lora
 from spmdrl.rollout.vllm import speculative as vllm_speculative
 from spmdrl.rollout.vllm import strict as vllm_strict
-from spmdrl.rollout.vllm.core import (
-    LEAST_TEMPERATURE,
-    build_core,
-    import_vllm,
-)
+from spmdrl.rollout.vllm.core import LEAST_TEMPERATURE, build_core, import_vllm
+from spmdrl.rollout.vllm.plain_tensors import PlainTensors
 from spmdrl.rollout.weight_check import compare_weights, given_parameters
 from spmdrl.weights.checkpoint_names import as_published, is_adapter
 from spmdrl.weights.engine_layout import Layout, record_layout
@@ -87,6 +84,7 @@ class VllmEngine:
         self.is_frozen = frozen
         self.returns_supports = config.keep_sampling_mask and not self.on_cpu
         self.on_host: list[tuple[torch.UntypedStorage, Tensor]] = []  # weights, while it sleeps
+        self.plain = PlainTensors()  # of the model, while it sleeps
         self.eos_token_ids = eos_token_ids(model)
         self.max_num_seqs, self.policy_version = config.max_num_seqs, 0
         self.num_requests = 0  # so far
@@ -452,18 +450,21 @@ class VllmEngine:
         """Gives the engine's memory to training.
 
         On a GPU, vLLM drops weights and KV cache (level 2), because a push of weights follows
-        `wake` anyway. A push of adapters alone does not bring the weights, so then they move to
-        the host's memory (level 1). On a CPU, the KV cache is freed and the weights stay. Those of
-        a frozen engine move to the host without vLLM's allocator, which is one for all engines of
-        the process.
+        `wake` anyway; plain_tensors.py keeps what no push brings. A push of adapters alone does not
+        bring the weights, so then they move to the host's memory (level 1). On a CPU, the KV cache
+        is freed and the weights stay. Those of a frozen engine move to the host without vLLM's
+        allocator, which is one for all engines of the process.
         """
         if not self.may_sleep or self.freed_kv_cache:
             return
         self.forget_prefixes()
         if self.on_cpu or self.is_frozen:
             self.freed_kv_cache = free_kv_cache(self.runner.kv_caches)
+        elif self.slots is None:
+            self.plain.save(self.runner)
+            self.core.sleep(level=2)
         else:
-            self.core.sleep(level=2 if self.slots is None else 1)
+            self.core.sleep(level=1)
         if self.is_frozen and not self.on_cpu:
             self.on_host = move_to_host(self.model)
 
@@ -475,6 +476,8 @@ class VllmEngine:
             self.on_host = []
         if not self.on_cpu and not self.is_frozen:
             self.core.wake_up(list(tags))
+            if "weights" in tags:
+                self.plain.restore()
         elif "kv_cache" in tags:
             restore_kv_cache(self.runner.kv_caches, self.freed_kv_cache)
             self.freed_kv_cache = []

@@ -108,13 +108,19 @@ def check_model_type(text: Any, config: RolloutConfig) -> None:
 
 def check_frozen_sleep(text: Any) -> None:
     """Raises ConfigError for a model whose memory may not lie elsewhere after a sleep: on GPUs
-    vLLM's kernels keep the addresses of states. The policy's engine finds its own again.
+    vLLM keeps the addresses of states, and those of caches of two precisions, which it clears. The
+    policy's engine finds its own again.
     """
+    kept = None
+    if carries_state(text):
+        kept = "layers that carry a state from token to token"
+    elif getattr(text, "index_topk", None) is not None:
+        kept = "sparse attention, whose cache has two precisions"
     require(
-        runs_on_cpu() or not carries_state(text),
-        f"judge.sleep=True: model type {text.model_type!r} has layers that carry a state from "
-        "token to token, and vLLM's kernels keep the addresses of these states, which change when "
-        "a judge sleeps: set judge.sleep=False, or place 'reward' on ranks of its own",
+        runs_on_cpu() or kept is None,
+        f"judge.sleep=True: model type {text.model_type!r} has {kept}, and vLLM's kernels keep the "
+        "addresses of this memory, which change when a judge sleeps: set judge.sleep=False, or "
+        "place 'reward' on ranks of its own",
     )
 
 
