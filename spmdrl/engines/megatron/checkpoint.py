@@ -25,6 +25,7 @@ from spmdrl.checkpoint.safe_load import ShardReader, read_plain
 from spmdrl.config import ConfigError, TrainConfig, require
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
+from spmdrl.distributed.torch_compat import storage_id
 from spmdrl.engines import host_copies as staging
 from spmdrl.engines.fsdp.classifier import is_classifier
 from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base
@@ -84,14 +85,14 @@ def stage(
     if parts.optim is not None:
         common["optim_name"] = parts.optim.name
     state = {**common, "content_metadata": kept}
-    state |= sharded_state(parts, metadata)
+    made: set[int] = set()
+    state |= sharded_state(parts, metadata, made)
     if parts.average is not None:
         with parts.average.instead():  # megatron-core copies what it gathers
-            found = sharded_state(parts, metadata)["optimizer"]
-        average = ema.as_average(found)
+            average = ema.as_average(sharded_state(parts, metadata, made)["optimizer"])
         state |= {"ema": average} if average else {}
     ready, planner, common = compat.split_state(state)
-    shards = staging.stage(ready, planner, topology.rank == 0, copies)
+    shards = staging.stage(ready, planner, topology.rank == 0, copies, made)
     shards.notes[COMMON] = saved_bytes(common)
     if parts.adapters is not None:
         shards.notes[BASE_FILE] = parts.adapters.note()
@@ -317,13 +318,13 @@ def sharded_models(parts: Parts, metadata: dict[str, Any]) -> dict[str, Any]:
     return {name: held for name, held in models.items() if held}
 
 
-def sharded_state(parts: Parts, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is saved: the weights, and the optimizer's state, which is gathered. Collective
-    over the data-parallel ranks.
+def sharded_state(parts: Parts, metadata: dict[str, Any], made: set[int]) -> dict[str, Any]:
+    """Returns what is saved: the weights, and the optimizer's state, which is gathered into
+    storages that are added to `made`. Collective over the data-parallel ranks.
     """
     state = sharded_models(parts, metadata)
     if parts.optimizer is not None:
-        with apart(parts.optimizer):
+        with apart(parts.optimizer, made):
             optimizer = parts.optimizer.sharded_state_dict(dict(state), metadata=metadata)
         state["optimizer"] = optimizer
     return state
@@ -352,8 +353,9 @@ def take_trained(parts: Parts, chunk: Any, state: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def apart(optimizer: Any) -> Iterator[None]:
-    """Meanwhile the distributed optimizer finds every parameter's state where it is.
+def apart(optimizer: Any, made: set[int]) -> Iterator[None]:
+    """Meanwhile the distributed optimizer finds every parameter's state where it is. The storages
+    into which it was gathered are added to `made`.
 
     0.16.1 gathers the state of all buckets end to end, but reads it at places that count the
     padding between buckets. A tied embedding of the last pipeline stage has a bucket of its own:
@@ -366,7 +368,7 @@ def apart(optimizer: Any) -> Iterator[None]:
     ]
     for part in parts:
         part.get_parameter_state_dp_zero = partial(
-            _state_with_padding, part, part.get_parameter_state_dp_zero
+            _state_with_padding, part, part.get_parameter_state_dp_zero, made
         )
     try:
         yield
@@ -375,7 +377,9 @@ def apart(optimizer: Any) -> Iterator[None]:
             del part.get_parameter_state_dp_zero
 
 
-def _state_with_padding(part: Any, gather: Callable[..., Any], **settings: Any) -> Any:
+def _state_with_padding(
+    part: Any, gather: Callable[..., Any], made: set[int], **settings: Any
+) -> Any:
     """Returns what `gather` does: None on all data-parallel ranks but the first where there is a
     state to save. It is sent over the CPU to that rank, which writes all of it anyway; as
     megatron-core is called, every rank's GPU would hold a float32 buffer of all weights meanwhile.
@@ -390,6 +394,7 @@ def _state_with_padding(part: Any, gather: Callable[..., Any], **settings: Any) 
             for name, flat in tensors.items():
                 if isinstance(flat, Tensor):
                     tensors[name] = _with_padding(flat, buffer.buckets)
+                    made.add(storage_id(tensors[name]))
     return state
 
 

@@ -328,5 +328,5 @@ def test_megatron_still_gathers_the_optimizers_state_on_one_rank_where_it_is_ask
     for group, wanted in (("gloo", to_save), (None, as_called)):
         part = SimpleNamespace(buffers=[], data_parallel_group_gloo=group)
         gather = Mock(return_value=None)
-        assert checkpoint._state_with_padding(part, gather, **as_called) is None
+        assert checkpoint._state_with_padding(part, gather, set(), **as_called) is None
         gather.assert_called_once_with(**wanted)

@@ -412,10 +412,14 @@ def resumed_pair(topology, models, folder, first, second, count):
         elif engine is not None:
             updated(engine, case[1], count)
             results.append(weights_of(engine))
-            engine.save(folder)
-        dist.barrier()
+            staged = engine.stage()
+            # what was gathered is no one else's, and is not copied again
+            assert not any(index.fqn.startswith("optimizer") for index in engine.copies.kept)
         if engine is not None:
             results.append((updated(engine, case[1])[0], weights_of(engine)))
+            if not loads:
+                staged.write(folder, engine.topology.control)
+        dist.barrier()
     return results
 
 
