@@ -27,7 +27,8 @@ nodes=$1 head=$2 config=$3
 shift 3
 case $head in *:*) ;; *) head=$head:29400 ;; esac
 if [ -z "${RANKS_PER_NODE:-}" ]; then
-    RANKS_PER_NODE=$({ nvidia-smi -L || true; } 2>/dev/null | wc -l)
+    # a GPU that is cut (MIG) has a line for each part too
+    RANKS_PER_NODE=$({ nvidia-smi -L || true; } 2>/dev/null | grep -c ^GPU || true)
     if [ "$RANKS_PER_NODE" -eq 0 ]; then  # AMD's tool prints several lines for each GPU
         gpus=$({ rocm-smi --showid || true; } 2>/dev/null | sed -n 's/^\(GPU\[[0-9]*\]\).*/\1/p')
         RANKS_PER_NODE=$(printf '%s' "$gpus" | sort -u | grep -c . || true)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from spmdrl.distributed.limits import warn_of_limits
+from spmdrl.distributed.limits import warn_of_limits, warn_of_locked_memory
 
 MODULES: dict[str, Any] = sys.modules
 
@@ -30,6 +30,8 @@ PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": 
 def before_torch() -> None:
     """Prepares the environment; for programs, before their first import of torch."""
     warn_of_limits()
+    if has_several_hosts():
+        warn_of_locked_memory()
     for name in ("torchao", "bitsandbytes"):  # they look as if they were not installed
         MODULES.setdefault(name, None)
     # a rank that ends takes a store along, of which every other's torch shows a C++ stack

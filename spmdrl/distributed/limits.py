@@ -22,6 +22,10 @@ OF_MEMORY = (
     (resource.RLIMIT_DATA, "ulimit -d", "the data of each process"),
 )
 CGROUP = Path("/sys/fs/cgroup")
+INFINIBAND = Path("/sys/class/infiniband")  # has an entry for each adapter, RoCE's too
+STATUS = Path("/proc/self/status")
+CAP_IPC_LOCK = 14  # capabilities(7): no limit on locked memory holds
+LEAST_LOCKED = 1 << 30  # bytes; NCCL locks several MiB for each channel and each peer
 
 
 def memory_limits() -> list[str]:
@@ -46,6 +50,35 @@ def warn_of_limits() -> None:
             "ulimit -v unlimited lifts it")  # fmt: skip
 
 
+def locked_memory_limit() -> list[str]:
+    """Returns the limit on locked memory, in words, where it is too small for NCCL over InfiniBand
+    or RoCE; [] where it is not, and where there is no such adapter.
+    """
+    if not INFINIBAND.is_dir() or not any(INFINIBAND.iterdir()):
+        return []
+    most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+    may_lock = int(fields["CapEff"], 16) >> CAP_IPC_LOCK & 1
+    if may_lock or most == resource.RLIM_INFINITY or most >= LEAST_LOCKED:
+        return []
+    return [f"ulimit -l limits locked memory to {most / MIB:g} MiB"]
+
+
+def warn_of_locked_memory() -> None:
+    """Raises the soft limit on locked memory to the hard one where this host has InfiniBand. Says
+    once on each host, on stderr, where that is too little for NCCL, whose error names no limit.
+    """
+    if locked_memory_limit():
+        _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+    limits = locked_memory_limit()
+    if limits and os.environ.get("LOCAL_RANK", "0") == "0":
+        say(
+            f"spmdrl: {limits[0]}: NCCL may get no memory that InfiniBand can read; ulimit -l "
+            "unlimited, docker run --ulimit memlock=-1 or the capability IPC_LOCK lifts it"
+        )
+
+
 def limit_of(cause: str) -> str:
     """Returns what to add to the cause of a failure: the limit that it may be of; "" where there is
     none.
@@ -61,7 +94,7 @@ def limit_of(cause: str) -> str:
             limits += count_limit(resource.RLIMIT_NPROC, "ulimit -u", "processes and threads")
         now = f"this process has {used.vms // MIB} MiB mapped, {used.rss // MIB} MiB in memory"
         return f" ({'; '.join([*limits, now])})" if limits else ""
-    limits = []
+    limits = locked_memory_limit() if "NCCL" in cause else []
     if f"[Errno {errno.EMFILE}]" in cause or "Too many open files" in cause:
         limits = count_limit(resource.RLIMIT_NOFILE, "ulimit -n", "open files")
     if f"[Errno {errno.EFBIG}]" in cause or "File too large" in cause:

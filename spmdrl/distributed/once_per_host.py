@@ -20,10 +20,11 @@ def once_per_host(work: Callable[[], T], topology: Topology) -> list[T]:
     (stall_timeout_s). Raises on all ranks where it fails on any: a ConfigError as it is, anything
     else as a RuntimeError that names the host.
     """
-    hosts = gather_to_all(topology.host, topology.control)
+    places = gather_to_all(topology.place, topology.control)
+    own = places.index(topology.place)
     failure: Exception | None = None
     mine: Any = None
-    if hosts.index(topology.host) == topology.rank:
+    if own == topology.rank:
         try:
             mine = (work(), None)
         except Exception as error:  # noqa: BLE001  raised again on every rank below
@@ -31,10 +32,10 @@ def once_per_host(work: Callable[[], T], topology: Topology) -> list[T]:
             wrong = isinstance(error, ConfigError)
             mine = (None, (wrong, str(error) if wrong else repr(error)))
     told = gather_to_all(mine, topology.control)
-    for host, answer in zip(hosts, told, strict=True):
+    for (host, _), answer in zip(places, told, strict=True):
         if answer is not None and answer[1] is not None:
             wrong, text = answer[1]
             kind = ConfigError if wrong else RuntimeError
             raise kind(text if wrong else f"on {host}: {text}") from failure
-    first = told[hosts.index(topology.host)][0]
+    first = told[own][0]
     return [first, *(answer[0] for answer in told if answer is not None and answer[0] is not first)]

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ class Topology:
     # the groups of the axes and of these ranks, for other arrangements of the same ranks; the same
     # keys on every rank of the job
     groups: Groups = field(default_factory=dict, repr=False, compare=False)
+    machine: str = ""  # tells hosts of one name apart, as containers may be: of machine_here
 
     @classmethod
     def build(
@@ -90,7 +93,8 @@ class Topology:
             table = table.view(shape["dp"], -1, shape["ep"] * shape.get("sp", 1))
             experts = build_mesh(table, ("dp", "fsdp", "ep"), groups, device)
         host = socket.gethostname()
-        return cls(chosen, mesh, group, control, device, host, sharding, experts, groups)
+        return cls(chosen, mesh, group, control, device, host, sharding, experts, groups,
+                   machine_here())  # fmt: skip
 
     @classmethod
     def from_megatron(cls, share: Topology) -> Topology:
@@ -111,7 +115,12 @@ class Topology:
             table[place] = rank
         mesh = build_mesh(table, ("pp", "dp", "cp", "tp"), share.groups, share.device)
         return cls(share.ranks, mesh, share.group, share.control, share.device, share.host,
-                   groups=share.groups)  # fmt: skip
+                   groups=share.groups, machine=share.machine)  # fmt: skip
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """What ranks of one host have in common and those of other hosts have not."""
+        return self.host, self.machine
 
     @property
     def here(self) -> bool:
@@ -170,6 +179,18 @@ class Topology:
     def axis(self, name: str) -> int:
         assert self.mesh.mesh_dim_names is not None
         return self.mesh.mesh_dim_names.index(name)
+
+
+def machine_here() -> str:
+    """Names the running kernel and this process's PID namespace: two hosts of one name see neither
+    each other's processes nor each other's files.
+    """
+    known = []
+    for read in (Path("/proc/sys/kernel/random/boot_id").read_text,
+                 partial(os.readlink, "/proc/self/ns/pid")):  # fmt: skip
+        with suppress(OSError):  # a sandbox may hide one of them
+            known.append(read().strip())
+    return " ".join(known)
 
 
 def build_mesh(

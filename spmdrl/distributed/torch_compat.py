@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -78,6 +79,22 @@ def process_groups() -> list[dist.ProcessGroup]:
     distributed_c10d._world.pg_map.
     """
     return list(c10d._world.pg_map)
+
+
+def nccl_errors() -> list[str]:
+    """Returns in words which of this process's NCCL communicators have failed, and how (TIMEOUT,
+    COMM_ERROR, REMOTE_ERROR); [] while all are well. Reads ProcessGroup._device_types and
+    _get_backend, and ProcessGroupNCCL.get_error, which torch's own watchdog of NCCL sets.
+    """
+    found = []
+    for group in process_groups():
+        for device in (kind for kind in group._device_types if kind.type == "cuda"):
+            backend = group._get_backend(device)  # gloo, in a group without NCCL
+            error = backend.get_error() if backend.name() == "nccl" else ErrorType.SUCCESS
+            if error != ErrorType.SUCCESS:
+                ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+                found.append(f"{error.name} in the group of ranks {ranks}")
+    return found
 
 
 def group_count() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.checkpoint.chunk_index import Box, Named, StoredPart, encode, write_index
 from spmdrl.distributed.agreement import gather_to_first
 from spmdrl.distributed.collectives import together
-from spmdrl.distributed.torch_compat import local_shape_and_offset
+from spmdrl.distributed.torch_compat import local_shape_and_offset, storage_id
 
 # of the host memory in which copies lie. torch rounds what is pinned up to a power of two, which
 # would be half as much again for shards one by one
@@ -143,12 +143,14 @@ def box_of(item: WriteItem) -> Box:
 
 def stage(
     state: dict[str, Any], planner: DefaultSavePlanner, is_first: bool,
-    copies: HostCopies | None,
+    copies: HostCopies | None, made: Set[int] = frozenset(),
 ) -> StagedShards:  # fmt: skip
-    """copies: takes the shards, so that the state may change; None: it will not until `write`."""
+    """copies: takes the shards, so that the state may change; None: it will not until `write`.
+    made: the storages that were made for this save, on the host, and are not copied again.
+    """
     planner.set_up_planner(state, None, is_first)
     staged = StagedShards(planner, planner.create_local_plan())
-    return copied(staged, copies)
+    return copied(staged, copies, made)
 
 
 def stage_own(
@@ -170,14 +172,16 @@ def stage_own(
     return copied(staged, copies)
 
 
-def copied(staged: StagedShards, copies: HostCopies | None) -> StagedShards:
-    """Gives it copies of its shards, unless `copies` is None."""
+def copied(
+    staged: StagedShards, copies: HostCopies | None, made: Set[int] = frozenset()
+) -> StagedShards:
+    """Gives it copies of its shards, unless `copies` is None. made: as of `stage`."""
     if copies is None:
         return staged
     planner = staged.planner
     for item in staged.plan.items:
         value = planner.resolve_data(item)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and storage_id(value) not in made:
             value = copies.take(item.index, value)
         staged.data[item.index] = value
     copies.wait()

@@ -50,13 +50,15 @@ class StoredTensors:
         return [name.removeprefix(prefix) for name in self.found if name.startswith(prefix)]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Reads a part of a tensor, or all of it, with one stored part in memory at a time."""
+        """Reads a part of a tensor, or all of it, with one stored part in memory at a time. What
+        lies outside of the tensor is 0.
+        """
         stored = self.found[name]
         box = whole(stored.size) if box is None else box
         items = [
             item for chunk in stored.chunks if (item := read_item(name, chunk, box)) is not None
         ]
-        target = torch.empty(sizes(box), dtype=stored.properties.dtype)
+        target = torch.zeros(sizes(box), dtype=stored.properties.dtype)
         self.reader.read_data(LoadPlan(items), _IntoTensor(target))
         return target
 

@@ -145,6 +145,22 @@ def test_one_variable_chooses_the_program(tmp_path):
     assert sbatch.count('-m "${SPMDRL_PROGRAM:-spmdrl.ppo}" --config "$@"') == 1
 
 
+@pytest.mark.programs
+def test_parts_of_a_gpu_are_no_gpus(tmp_path):
+    """As nvidia-smi -L lists them, each below its GPU."""
+    part = "  MIG 3g.40gb     Device  {}: (UUID: MIG-7a)\n"
+    gpu = "GPU {}: NVIDIA A100-SXM4-80GB (UUID: GPU-5c0f)\n"
+    lines = gpu.format(0) + part.format(0) + part.format(1) + gpu.format(1)
+    for name, text in (("python", 'echo "$@"'), ("nvidia-smi", f"echo '{lines}'")):
+        Path(tmp_path, name).write_text(f"#!/bin/sh\n{text}\n")
+        Path(tmp_path, name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/multinode.sh"), "2", "head", "cfg.py"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=10,
+    )  # fmt: skip
+    assert "--nproc-per-node 2 " in done.stdout, done
+
+
 def test_a_node_knows_its_address_and_waits_for_the_head(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back afterwards
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")

@@ -61,3 +61,31 @@ def test_kills_for_want_of_memory_are_counted(tmp_path, monkeypatch):
     before = limits.kills_for_memory()
     (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
     assert limits.kills_for_memory() == before + 2
+
+
+def test_locked_memory_that_is_too_little_for_infiniband_is_told(tmp_path, monkeypatch, capsys):
+    """The limit is real, in this process; the adapter and the capability are files."""
+    adapters, status = tmp_path / "infiniband", tmp_path / "status"
+    monkeypatch.setattr(limits, "INFINIBAND", adapters)
+    monkeypatch.setattr(limits, "STATUS", status)
+    status.write_text("Name:\tpython\nCapEff:\t0000000000000000\n")
+    before = limits.resource.getrlimit(limits.resource.RLIMIT_MEMLOCK)
+    limits.resource.setrlimit(limits.resource.RLIMIT_MEMLOCK, (65536, before[1]))
+    try:
+        limits.warn_of_locked_memory()
+        adapters.mkdir()
+        limits.warn_of_locked_memory()
+        assert capsys.readouterr().err == ""
+        (adapters / "mlx5_0").mkdir()
+        failed = "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system error"
+        assert limits.limit_of(failed) == " (ulimit -l limits locked memory to 0.0625 MiB)"
+        monkeypatch.setattr(limits, "LEAST_LOCKED", 1 << 62)
+        limits.warn_of_locked_memory()
+        assert limits.resource.getrlimit(limits.resource.RLIMIT_MEMLOCK) == (before[1], before[1])
+        told = "" if before[1] == limits.resource.RLIM_INFINITY else "spmdrl: ulimit -l limits"
+        assert capsys.readouterr().err.startswith(told)
+        limits.resource.setrlimit(limits.resource.RLIMIT_MEMLOCK, (65536, before[1]))
+        status.write_text("CapEff:\t000001ffffffffff\n")
+        assert limits.limit_of(failed) == ""
+    finally:
+        limits.resource.setrlimit(limits.resource.RLIMIT_MEMLOCK, before)

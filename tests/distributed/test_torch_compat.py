@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,6 +50,30 @@ def test_torch_still_gives_the_store_of_the_default_group() -> None:
     connection = torch_compat.default_store().clone()
     connection.set("torch_compat", "said")
     assert torch_compat.default_store().get("torch_compat") == b"said"
+
+
+def test_torch_still_tells_the_errors_of_nccl(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL is a stand-in, as torch for CPUs has none; groups of gloo are asked nothing."""
+    errors = torch_compat.ErrorType
+    assert {"SUCCESS", "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR"} <= {*errors.__members__}
+    assert torch_compat.nccl_errors() == []
+    failed, well = group_of_nccl(errors.COMM_ERROR), group_of_nccl(errors.SUCCESS)
+    ranks = dist.distributed_c10d._world.pg_group_ranks
+    monkeypatch.setitem(ranks, failed, {4: 0, 6: 1})
+    monkeypatch.setattr(torch_compat, "process_groups", lambda: [world, well, failed])
+    assert torch_compat.nccl_errors() == ["COMM_ERROR in the group of ranks 4, 6"]
+
+
+def group_of_nccl(error: Any) -> Any:
+    """A stand-in for a group of "cpu:gloo,cuda:nccl"."""
+    backends = {
+        "cuda": Mock(**{"name.return_value": "nccl", "get_error.return_value": error}),
+        "cpu": dist.group.WORLD,
+    }
+    return Mock(
+        _device_types=[torch.device(kind) for kind in backends],
+        _get_backend=lambda device: backends[device.type],
+    )
 
 
 def test_torch_still_lists_its_process_groups_in_pg_map() -> None:

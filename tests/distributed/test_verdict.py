@@ -46,6 +46,12 @@ STORE_WELL = StoreSeen(silent_s=0.5, refused_s=0.0, felt=False, near=False, neig
         ({"own_phase_s": STALL_S + 1, "progress_s": STALL_S / 2 + 1, "is_own_progress": True},
          FailureCause.STALLED),
         ({"own_phase_s": STALL_S - 1, "progress_s": STALL_S, "is_own_progress": True}, None),
+        # NCCL's error may be of another's end, which explains it once that is found
+        ({"nccl_failed_s": LOST_S, "felt": True}, None),
+        ({"nccl_failed_s": LOST_S + 0.1, "felt": True}, FailureCause.NCCL_FAILED),
+        ({"nccl_failed_s": LOST_S + 0.1, "neighbour_gone": True}, FailureCause.NEIGHBOUR_DIED),
+        ({"nccl_failed_s": LOST_S + 0.1, "peer_silent_s": FELT_S + 0.1, "felt": True},
+         FailureCause.PEER_SILENT),
         ({"own_phase_s": math.inf, "progress_s": math.inf, "peer_silent_s": LOST_S + 1},
          FailureCause.PEER_SILENT),
     ],

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,6 +97,30 @@ def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
         while not written.exists():  # the others hear of it before it is on disk
             assert time.monotonic() < stopped + 4 * STALL_S
             time.sleep(0.02)
+
+
+@pytest.mark.clock
+def test_an_error_of_nccl_is_told_where_no_rank_is_missed(
+    tmp_path: Path, watchdogs: list[Watchdog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch only logs it, and the rank would wait for its GPU for ever. Rank 1 has the error; both
+    hear that a connection broke, and are alive."""
+    store, lost_s = dist.HashStore(), 0.5
+    error = "COMM_ERROR in the group of ranks 0, 1"
+    ranks = [Watchdog(store, rank, 2, tmp_path, 1e9, lost_s) for rank in range(2)]
+    watchdogs += ranks
+    ranks[1].progress("update_actor")
+    thread = ranks[1].thread
+    began = time.monotonic()
+    monkeypatch.setattr(
+        watchdog, "nccl_errors", lambda: [error] if threading.current_thread() is thread else []
+    )
+    wait_until(lambda: ranks[1].felt and store.check(["felt"]), 10)
+    for rank in ranks:
+        failure = failure_of(rank, began + 10)
+        assert (failure["rank"], failure["phase"]) == (1, "update_actor")
+        assert failure["cause"].startswith(f"NCCL reports {error}, and no rank has been missed")
+    assert time.monotonic() - began > lost_s
 
 
 @pytest.mark.clock

@@ -16,6 +16,7 @@ from tiny_models import save_qwen3, save_qwen3_moe
 from training_batches import CONFIG, engine_on, whole_batch
 
 from spmdrl.config import AlgoConfig, ConfigError, LoraConfig, TrainConfig
+from spmdrl.engines.fsdp import experts
 
 # Adam divides by the size of a gradient: where one is almost zero its rounding would show
 WELL_CONDITIONED = replace(CONFIG, optim=replace(CONFIG.optim, eps=1e-6))
@@ -323,3 +324,44 @@ def test_how_ranks_are_arranged() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             train_degrees(TrainConfig(**settings))
+
+
+class Poisoned(torch.autograd.Function):
+    """Weights whose gradients are NaN where an expert has no tokens, as a kernel may leave them."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.ends = ends
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grads[0].clone()
+        grad[ctx.ends.diff(prepend=ctx.ends.new_zeros(1)) == 0] = float("nan")
+        return grad, None
+
+
+@pytest.mark.parametrize("counts", [(2, 0, 3, 0), (0, 0, 0, 0)])
+def test_experts_without_tokens_have_gradients_of_zero(
+    monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
+) -> None:
+    """Whatever a kernel leaves in them, and where a rank is given no token at all."""
+    product, called = experts.grouped_mm, 0
+
+    def poisoned(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        nonlocal called
+        called += 1
+        return product(rows, Poisoned.apply(weight, offs), offs=offs)
+
+    monkeypatch.setattr(experts, "grouped_mm", poisoned)
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    rows = torch.randn(sum(counts), 8, requires_grad=True)
+    weight = torch.randn(4, 16, 8, requires_grad=True)
+    experts.grouped_product(rows, weight.mT, ends).square().sum().backward()
+    assert weight.grad is not None and called == any(counts)
+    for number, (count, part) in enumerate(zip(counts, rows.split(counts), strict=True)):
+        own = weight.detach()[number].requires_grad_()
+        (part.detach() @ own.T).square().sum().backward()
+        assert own.grad is not None and torch.any(own.grad).item() == (count > 0)
+        torch.testing.assert_close(weight.grad[number], own.grad)
+    assert rows.grad is not None and torch.isfinite(rows.grad).all()

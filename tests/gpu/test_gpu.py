@@ -61,6 +61,15 @@ def hf_logprobs(model, batch, dtype):
     return out * batch.loss_mask
 
 
+def test_nccl_is_asked_for_its_errors(topology, monkeypatch):
+    from spmdrl.distributed import torch_compat
+
+    topology.connect()
+    assert torch_compat.nccl_errors() == []
+    monkeypatch.setattr(torch_compat.ErrorType, "SUCCESS", None)  # what it says is an error
+    assert torch_compat.nccl_errors() == ["SUCCESS in the group of ranks 0"]
+
+
 def test_packed_logprobs_match_transformers(topology, model):
     batch = batch_of([20, 33, 7, 120, 64])
     exact = hf_logprobs(model, batch, torch.float32)

@@ -17,6 +17,7 @@ from plan_configs import data_config, ppo_config
 from spmdrl.cli.arguments import dry_flags, load_config
 from spmdrl.config import (
     AlgoConfig,
+    CheckpointConfig,
     ConfigError,
     DataConfig,
     LoraConfig,
@@ -399,6 +400,34 @@ def test_megatrons_first_data_parallel_rank_saves_the_optimizers_state_of_all(sh
     number = 8.190735 * BILLION_GIB
     assert plain.saved == pytest.approx((2 + 12) * number, rel=1e-3)
     assert averaged.saved == pytest.approx((2 + 16) * number, rel=1e-3)
+
+
+def test_a_save_brings_megatrons_weights_back_beside_the_engine_that_is_awake(shapes):
+    """FSDP's shards are copied from where they are; what is gathered on the host is there with
+    checkpoint.blocking too."""
+    away = {"offload_params": True, "offload_optimizer": True}
+    number = 8.190735 * BILLION_GIB
+
+    def plan_of(every_steps=1, blocking=False, **role):
+        checkpoint = CheckpointConfig(every_steps=every_steps, blocking=blocking)
+        config = grpo(shapes, "Qwen3-8B", actor=TrainConfig(**away, **role), checkpoint=checkpoint)
+        plan = memory_plan(config, 8, gpu_gib=80.0)
+        return plan, {phase.name: phase.parts for phase in plan.fullest.phases}
+
+    megatron = {"engine": "megatron", "tensor_parallel": 2}
+    plan, phases = plan_of(**megatron)
+    assert phases["save actor"]["weights"] == pytest.approx(2 * number / 2, rel=1e-3)
+    assert phases["save actor"]["engine"] == phases["rollout"]["engine"] == 40.0
+    assert phases["rollout"]["weights"] == phases["save actor"]["optimizer"] == 0.0
+    blocking, _ = plan_of(blocking=True, **megatron)
+    copy = plan.fullest.on_host - blocking.fullest.on_host
+    assert copy == pytest.approx(2 * number / 2, rel=1e-3)  # of the weights; not the optimizer's
+    never, phases = plan_of(every_steps=0, **megatron)
+    gathered = blocking.fullest.on_host - never.fullest.on_host
+    assert gathered == pytest.approx(12 * number / 2, rel=1e-3)
+    assert "save actor" not in phases and "save actor" not in plan_of()[1]
+    _, phases = plan_of(ema=0.9, **megatron)
+    assert phases["save actor"]["optimizer"] == pytest.approx(16 * number / 8, rel=1e-3)
 
 
 def test_offload_policy_keeps_states_and_gradients_on_the_host(shapes):

@@ -22,6 +22,7 @@ from spmdrl.config import (
 from spmdrl.distributed.topology import resolve_degrees
 from spmdrl.rewards.builtin import gsm8k
 from spmdrl.training.checks.describe import describe
+from spmdrl.training.checks.hosts import warnings_of_hosts
 from spmdrl.training.checks.memory import memory_of
 from spmdrl.training.checks.rl import check, check_held_out, check_keys
 from spmdrl.training.checks.supervised import check_sft
@@ -396,6 +397,44 @@ def optimizer(**changes):
 def test_what_may_be_meant_is_a_warning(qwen3, caplog, changes, words):
     check(ppo_config(qwen3, **changes), 1)
     assert (words in caplog.text) if words else not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "here", "fields"),
+    [  # here: ranks of a host, as the launcher says; None: a plan for other machines
+        ({"rollout": rollout_config(tensor_parallel=2), "actor": TrainConfig(ulysses=2)}, 4, 2, []),
+        ({"rollout": rollout_config(tensor_parallel=2), "actor": TrainConfig(ulysses=2)}, 4, 1,
+         ["actor.ulysses=2", "rollout.tensor_parallel=2"]),
+        ({"actor": TrainConfig(ulysses=2), "placement": {"actor": "1-2", "rollout": "0-3"}}, 4, 2,
+         ["actor.ulysses=2"]),  # as many ranks as a host has, but not of one
+        ({"actor": TrainConfig(engine="megatron", tensor_parallel=2)}, 2, 1,
+         ["actor.tensor_parallel=2"]),
+        ({"rollout": rollout_config(tensor_parallel=2)}, 16, None, []),
+        ({"rollout": rollout_config(tensor_parallel=2),
+          "placement": {"actor": "0-6,9-15", "rollout": "7-8"}}, 16, None,
+         ["rollout.tensor_parallel=2"]),
+    ],
+)  # fmt: skip
+def test_groups_that_reach_over_hosts_are_a_warning(
+    qwen3, caplog, monkeypatch, changes, world, here, fields
+):
+    if here is not None:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    check(ppo_config(qwen3, **changes), world)
+    assert [record.message.split(": ")[0] for record in caplog.records] == (
+        [", ".join(fields)] if fields else []
+    )
+
+
+def test_experts_of_fine_tuning_that_reach_over_hosts_are_a_warning():
+    """Megatron's ranks that share an expert's matrices are neighbours within its group."""
+    sparse = TrainConfig(engine="megatron", expert_parallel=4, expert_tensor_parallel=4)
+    for role, found in ((sparse, 1), (replace(sparse, expert_parallel=2), 0)):
+        config = SftConfig("m", SftDataConfig("t"), "o", actor=role)
+        warnings = warnings_of_hosts(config, 16)
+        assert len(warnings) == found
+        assert all("actor.expert_parallel=4: " in text for text in warnings)
 
 
 def test_fine_tuning_is_warned_too(qwen3, caplog):

@@ -37,12 +37,12 @@ class Guard:
         self.folder = Path(config.run_dir, "errors")
         self.prefix, self.calls = f"spmdrl/{Guard.number}", 0
         self.store = default_store().clone()  # calls on one connection block each other
-        hosts = gather_to_all(topology.host, topology.control)
-        here = [rank for rank, host in enumerate(hosts) if host == topology.host]
+        places = gather_to_all(topology.place, topology.control)
+        here = [rank for rank, place in enumerate(places) if place == topology.place]
         after = here[(here.index(topology.rank) + 1) % len(here)]
         self.first_here = here[0]
         self.neighbour = after if len(here) > 1 else None
-        self.near_store = hosts[0] == topology.host
+        self.near_store = here[0] == 0
 
     def store_of(self, call: int) -> dist.Store:
         return dist.PrefixStore(f"{self.prefix}/{call}", self.store)

@@ -17,6 +17,7 @@ class FailureCause(Enum):
 
     NEIGHBOUR_DIED = "the process of the neighbour on this host is gone"
     PEER_SILENT = "the rank that this one watches gives no sign of life"
+    NCCL_FAILED = "NCCL reports an error to this rank, and no rank has been missed since"
     STALLED = "no rank gets on, and this one stopped first"
     NEIGHBOUR_FROZEN = "the process of the neighbour, which has the store, is stopped"
     STORE_ENDED = "connections broke, and the store refuses new ones"
@@ -33,6 +34,7 @@ class RanksSeen:
     own_phase_s: float  # since this rank began its phase
     progress_s: float  # since the store's note of the rank that got on last has changed
     is_own_progress: bool  # that note is of this rank
+    nccl_failed_s: float = 0.0  # since NCCL told this rank of an error; 0: it has not
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,16 @@ def verdict(seen: RanksSeen, lost_s: float, stall_s: float) -> FailureCause | No
 
     lost_s: a watched rank may give no sign of life for so long, or for FELT_S where a connection
     broke. stall_s: a phase may take so long, unless another rank gets on, for which this one may be
-    waiting. The rank that has stood still longest says so first. Of ranks that stopped within
+    waiting. NCCL's error may be of another rank's end, which is told where it is found within
+    lost_s. The rank that has stood still longest says so first. Of ranks that stopped within
     LAST_WORD_S of each other it is the one that got on last: the others were waiting for it.
     """
     if seen.neighbour_gone:
         return FailureCause.NEIGHBOUR_DIED
     if seen.peer_silent_s > (min(lost_s, FELT_S) if seen.felt else lost_s):
         return FailureCause.PEER_SILENT
+    if seen.nccl_failed_s > lost_s:
+        return FailureCause.NCCL_FAILED
     waited_s = seen.progress_s - (0 if seen.is_own_progress else LAST_WORD_S)
     if seen.own_phase_s > stall_s and waited_s > stall_s / 2:
         return FailureCause.STALLED

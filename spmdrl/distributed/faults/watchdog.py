@@ -1,5 +1,6 @@
 """Threads of each rank that notice what a blocked rank cannot: a peer that failed, died or froze.
 
+It also asks torch for errors of NCCL, which torch only logs while this rank waits for ever.
 Ranks meet in a key-value store, not in collectives. Each rank beats, and watches the next one; so
 the traffic per rank does not grow with the world. On its own host it also looks whether its
 neighbour's process still exists, which tells of a kill in half a second; a rank on another host is
@@ -37,12 +38,18 @@ from spmdrl.distributed.faults.verdict import (
     verdict,
 )
 from spmdrl.distributed.limits import kills_for_memory, memory_limits
+from spmdrl.distributed.torch_compat import nccl_errors
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
 STALLED = "no progress"
 GONE, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process, proc_pid_stat(5)
+NCCL_FAILED = (
+    "NCCL reports {}, and no rank has been missed for {:.0f} s since: a GPU, a network adapter or "
+    "the way between two hosts failed. What torch logged of it stands above; NCCL_DEBUG=WARN has "
+    "NCCL say more"
+)
 DIED = "its process {} ended without a word: {}"
 LOST_PEER = (
     "Connection closed by peer",
@@ -120,6 +127,8 @@ class Watchdog:
         self.was_told = False  # some rank has printed it, as the store said when it last answered
         self.kills = kills_for_memory()  # before this run
         self.felt = False  # a connection broke
+        self.nccl_errors: list[str] = []
+        self.nccl_failed_at = 0.0  # time.monotonic()
         self.beside: Beat | None = None  # the neighbour's last
         self.head: Beat | None = None  # rank 0's last, on other hosts
         self.done = threading.Event()
@@ -231,6 +240,7 @@ class Watchdog:
                 felt = has_news and self.store.check(["felt"])
                 if not self.near_store and (self.count % 2 or self.head is None):
                     self.head = Beat.read(self._beat_of(0)) or self.head
+                self._ask_nccl()
                 self._look_beside()
                 self._open_pages()
                 if self.phase_since != told and self.count % 8 == 0:
@@ -261,7 +271,8 @@ class Watchdog:
             beat, silent_s, phase_s = Beat.read(peer_text), now - peer_since, now - self.phase_since
             gone = self.beside is not None and self._state(self.beside) in GONE
             mine = others.startswith(f"{self.rank} ".encode())
-            ranks = RanksSeen(gone, silent_s, felt, phase_s, now - others_since, mine)
+            nccl_s = now - self.nccl_failed_at if self.nccl_errors else 0.0
+            ranks = RanksSeen(gone, silent_s, felt, phase_s, now - others_since, mine, nccl_s)
             found = verdict(ranks, self.lost_s, self.stall_s)
             if found is FailureCause.NEIGHBOUR_DIED and self.beside is not None:
                 died = DIED.format(self.beside.pid, self._why_killed())
@@ -269,6 +280,9 @@ class Watchdog:
             elif found is FailureCause.PEER_SILENT:
                 silent = f"no sign of life for {silent_s:.0f} s"
                 self.report(self._lost(peer, beat, silent))
+            elif found is FailureCause.NCCL_FAILED:
+                failed = NCCL_FAILED.format("; ".join(self.nccl_errors), nccl_s)
+                self.report(self._lost(self.rank, own, failed))
             elif found is FailureCause.STALLED:
                 stalled = f"{STALLED} for {phase_s:.0f} s (stall_timeout_s)"
                 self.report(self._lost(self.rank, own, stalled))
@@ -279,6 +293,15 @@ class Watchdog:
             return ""
         self.known.add(rank)  # the key stays: a get alone does not wait any more
         return self.store.get(key).decode()
+
+    def _ask_nccl(self) -> None:
+        """Notes the first errors that NCCL reports to this rank. They may be of a rank that ended,
+        so that the others hear that a connection broke, and look.
+        """
+        if not self.nccl_errors and (errors := nccl_errors()):
+            self.nccl_errors, self.nccl_failed_at, self.felt = errors, time.monotonic(), True
+            self.store.set("felt", "1")
+            self.store.set("news", "1")
 
     def _look_beside(self) -> None:
         """Reads the neighbour's beat once, for its process, and again where that has ended: a rank

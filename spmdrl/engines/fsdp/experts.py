@@ -227,14 +227,41 @@ def products(experts: Any, rows: Tensor, way: Route) -> Tensor:
     return grouped_linear(experts, "down_proj", rows, way)
 
 
+class OfTokens(torch.autograd.Function):
+    """Stacked weights, as they are. In the backward pass the gradients of experts without tokens
+    are 0, whatever a kernel leaves there: some wrote nothing (pytorch#172439, CUTLASS before 4.3).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.ends = ends
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        without = ctx.ends.diff(prepend=ctx.ends.new_zeros(1)) == 0
+        # in place: the product has made it for this weight alone
+        return grads[0].masked_fill_(without[:, None, None], 0), None
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """(received rows, in) by expert times (experts, in, out) -> (received rows, out).
+
+    Where no row has come no grouped product is asked for nothing; all gradients are 0, not None.
+    """
+    if len(rows) == 0:
+        return rows @ weight[0]
+    return grouped_mm(rows, OfTokens.apply(weight, ends), offs=ends)
+
+
 def grouped_linear(experts: Any, name: str, rows: Tensor, way: Route) -> Tensor:
     """One product of each expert's rows with its matrix, (out, in), or (in, out) if transposed."""
     weight = local(getattr(experts, name))
-    found = grouped_mm(rows, weight if experts.is_transposed else weight.mT, offs=way.ends)
+    found = grouped_product(rows, weight if experts.is_transposed else weight.mT, way.ends)
     if hasattr(experts, LORA_A + name) and not experts.lora_off:
         a, b = (local(getattr(experts, factor + name)) for factor in (LORA_A, LORA_B))
-        inner = grouped_mm(rows, a.mT, offs=way.ends) * experts.lora_scale
-        found = found + grouped_mm(inner, b.mT, offs=way.ends)
+        inner = grouped_product(rows, a.mT, way.ends) * experts.lora_scale
+        found = found + grouped_product(inner, b.mT, way.ends)
     if not experts.has_bias:
         return found
     return found + local(getattr(experts, name + "_bias"))[way.expert]

@@ -25,6 +25,7 @@ from spmdrl.checkpoint.safe_load import ShardReader, read_plain
 from spmdrl.config import ConfigError, TrainConfig, require
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
+from spmdrl.distributed.torch_compat import storage_id
 from spmdrl.engines import host_copies as staging
 from spmdrl.engines.fsdp.classifier import is_classifier
 from spmdrl.engines.fsdp.lora_files import BASE_FILE, check_base
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 COMMON = "common.pt"
 MTP = "num_mtp_layers"  # in it: the layers for multi-token prediction that were trained
+MOMENTS = ("exp_avg", "exp_avg_sq")
 MARK = "metadata.json"  # what megatron-core writes last, and FSDP2's checkpoints do not have
 BACKEND, VERSION = "torch_dist", 1
 
@@ -83,14 +85,14 @@ def stage(
     if parts.optim is not None:
         common["optim_name"] = parts.optim.name
     state = {**common, "content_metadata": kept}
-    state |= sharded_state(parts, metadata, is_loading=False)
+    made: set[int] = set()
+    state |= sharded_state(parts, metadata, made)
     if parts.average is not None:
         with parts.average.instead():  # megatron-core copies what it gathers
-            found = sharded_state(parts, metadata, is_loading=False)["optimizer"]
-        average = ema.as_average(found, empty=False)
+            average = ema.as_average(sharded_state(parts, metadata, made)["optimizer"])
         state |= {"ema": average} if average else {}
     ready, planner, common = compat.split_state(state)
-    shards = staging.stage(ready, planner, topology.rank == 0, copies)
+    shards = staging.stage(ready, planner, topology.rank == 0, copies, made)
     shards.notes[COMMON] = saved_bytes(common)
     if parts.adapters is not None:
         shards.notes[BASE_FILE] = parts.adapters.note()
@@ -120,13 +122,17 @@ def load(parts: Parts, folder: Path, topology: Topology) -> int:
         "or above 0, that wrote it, or start from an export of it (python -m spmdrl.export)",
     )
     metadata = layout_metadata() | (common.get("content_metadata") or {})
-    wanted = {"num_updates": 0, **sharded_state(parts, metadata, is_loading=True)}
-    if has_average(parts, folder, topology):
-        wanted["ema"] = ema.as_average(wanted["optimizer"], empty=True)
+    wanted = {"num_updates": 0, **sharded_models(parts, metadata)}
     with reading_plain():
         state = dist_checkpointing.load(wanted, str(folder))
-    take(parts, state)
-    return state["num_updates"]
+    num_updates = state["num_updates"]
+    take_weights(parts, state)
+    del state, wanted
+    if parts.optimizer is not None:
+        averaged = has_average(parts, folder, topology)
+        models = sharded_models(parts, metadata)  # those before were filled
+        together(topology.control, lambda: load_optimizer(parts, models, folder, averaged))
+    return num_updates
 
 
 def read_common(folder: Path) -> dict[str, Any]:
@@ -157,23 +163,55 @@ def has_average(parts: Parts, folder: Path, topology: Topology) -> bool:
     return is_stored and parts.average is not None
 
 
-def take(parts: Parts, state: dict[str, Any]) -> None:
-    """Takes what was loaded. The average comes by way of the optimizer's float32 weights."""
+def take_weights(parts: Parts, state: dict[str, Any]) -> None:
+    """Takes the weights that were loaded, and of the optimizer what all ranks have alike."""
     for name, chunk in named_chunks(parts):
         if parts.adapters is None:
             chunk.load_state_dict(state[name])
         else:
             take_trained(parts, chunk, state.get(name, {}))
-    if parts.optimizer is None:
-        return
-    if parts.average is not None and "ema" in state:
-        parts.optimizer.load_state_dict(ema.with_masters(state["optimizer"], state["ema"]))
+    if parts.optimizer is not None:
+        parts.optimizer.load_state_dict(without_parameters(state["optimizer"]))
+        if parts.optim is not None:
+            set_hyperparameters(parts.optimizer, parts.optim)
+
+
+def without_parameters(state: Any) -> Any:
+    """Returns an optimizer's common state without the place of its parameters' states, which
+    megatron-core would go through. It has a state for each of several optimizers.
+    """
+    if not isinstance(state, dict):
+        return state
+    return {key: without_parameters(held) for key, held in state.items() if key != "param_state"}
+
+
+@torch.no_grad()
+def load_optimizer(parts: Parts, models: dict[str, Any], folder: Path, averaged: bool) -> None:
+    """Reads this rank's shards of the optimizer's state and, with `averaged`, of the average, one
+    parameter at a time. models: of sharded_models. Local.
+
+    megatron-core would have every rank hold the states of all parameters of its model-parallel
+    part, 12 bytes of the host's memory for each: with 8 ranks on a host 8 times as much.
+    """
+    stored = StoredTensors(folder)
+    entries = {
+        id(entry.data): entry for chunk in models.values() for entry in chunk.values()
+        if isinstance(getattr(entry, "data", None), Tensor)
+    }  # fmt: skip
+    for part in compat.optimizer_parts(parts.optimizer):
+        for parameter, shard, _ in compat.own_shards(part):
+            moments = part.optimizer.state[shard]
+            targets = {ema.MASTER: shard}
+            targets |= {f"optimizer.state.{name}.": moments[name] for name in MOMENTS}
+            if averaged and parts.average is not None:
+                targets[ema.AVERAGE] = parts.average.of(shard)
+            first, last = compat.range_of(part, parameter)
+            for prefix, target in targets.items():
+                read = partial(read_sharded, stored, prefixes=(prefix,))
+                whole_state = compat.filled(entries[id(parameter)], read)
+                target.copy_(whole_state.flatten()[first:last])
+    if parts.average is not None and not averaged:
         parts.average.restart()
-    parts.optimizer.load_state_dict(state["optimizer"])
-    if parts.average is not None and "ema" not in state:
-        parts.average.restart()
-    if parts.optim is not None:
-        set_hyperparameters(parts.optimizer, parts.optim)
 
 
 def weight_sources(folder: Path, hf_folder: Path, average: bool = False) -> list[WeightSource]:
@@ -237,7 +275,8 @@ def weight_source(
     def read() -> Iterator[tuple[str, Tensor]]:
         tensors: dict[str, Tensor] = {}
         for entry, held in parameters:
-            parameter = compat.filled(entry, partial(read_sharded, stored, average=average))
+            prefixes = (*([ema.AVERAGE] if average else []), ema.MASTER, "")
+            parameter = compat.filled(entry, partial(read_sharded, stored, prefixes=prefixes))
             for piece in (p for p in held if not p.tied):
                 if piece.name not in tensors:
                     tensors[piece.name] = torch.empty(piece.shape, dtype=parameter.dtype)
@@ -248,13 +287,15 @@ def weight_source(
     return WeightSource(shapes, read)
 
 
-def read_sharded(stored: StoredTensors, shard: Any, average: bool) -> Tensor:
-    """Reads a ShardedTensor: of a trained weight the optimizer's or its average, of others the
-    model's.
+def read_sharded(stored: StoredTensors, shard: Any, prefixes: tuple[str, ...]) -> Tensor:
+    """Reads what is stored of a weight's ShardedTensor. prefixes: of the names that it may have
+    there; the first one is read that there is: a weight that is not trained has the model's alone.
     """
-    wanted = [ema.AVERAGE + shard.key.removeprefix("model.")] if average else []
-    wanted.append(ema.MASTER + shard.key)
-    name = next((name for name in wanted if name in stored.found), shard.key)
+    names = [
+        prefix + (shard.key.removeprefix("model.") if prefix == ema.AVERAGE else shard.key)
+        for prefix in prefixes
+    ]
+    name = next((name for name in names if name in stored.found), names[-1])
     lengths = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
     box = tuple((o, o + n) for o, n in zip(shard.global_offset, lengths, strict=True))
     return stored.read(name, box).view(shard.local_shape)
@@ -266,7 +307,7 @@ def named_chunks(parts: Parts) -> list[tuple[str, Any]]:
     return [(f"model{i}", chunk) for i, chunk in enumerate(parts.raw)]
 
 
-def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+def sharded_models(parts: Parts, metadata: dict[str, Any]) -> dict[str, Any]:
     models = {
         name: chunk.sharded_state_dict(metadata=metadata)
         if parts.adapters is None
@@ -274,13 +315,18 @@ def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> d
         for name, chunk in named_chunks(parts)
     }
     # a chunk may have no adapter: what is empty would be stored as if all ranks had it alike
-    state: dict[str, Any] = {name: held for name, held in models.items() if held}
+    return {name: held for name, held in models.items() if held}
+
+
+def sharded_state(parts: Parts, metadata: dict[str, Any], made: set[int]) -> dict[str, Any]:
+    """Returns what is saved: the weights, and the optimizer's state, which is gathered into
+    storages that are added to `made`. Collective over the data-parallel ranks.
+    """
+    state = sharded_models(parts, metadata)
     if parts.optimizer is not None:
-        with apart(parts.optimizer):
-            state["optimizer"] = parts.optimizer.sharded_state_dict(
-                models if len(models) > 1 else models["model"], is_loading=is_loading,
-                metadata=metadata,
-            )  # fmt: skip
+        with apart(parts.optimizer, made):
+            optimizer = parts.optimizer.sharded_state_dict(dict(state), metadata=metadata)
+        state["optimizer"] = optimizer
     return state
 
 
@@ -307,8 +353,9 @@ def take_trained(parts: Parts, chunk: Any, state: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def apart(optimizer: Any) -> Iterator[None]:
-    """Meanwhile the distributed optimizer finds every parameter's state where it is.
+def apart(optimizer: Any, made: set[int]) -> Iterator[None]:
+    """Meanwhile the distributed optimizer finds every parameter's state where it is. The storages
+    into which it was gathered are added to `made`.
 
     0.16.1 gathers the state of all buckets end to end, but reads it at places that count the
     padding between buckets. A tied embedding of the last pipeline stage has a bucket of its own:
@@ -321,7 +368,7 @@ def apart(optimizer: Any) -> Iterator[None]:
     ]
     for part in parts:
         part.get_parameter_state_dp_zero = partial(
-            _state_with_padding, part, part.get_parameter_state_dp_zero
+            _state_with_padding, part, part.get_parameter_state_dp_zero, made
         )
     try:
         yield
@@ -330,12 +377,14 @@ def apart(optimizer: Any) -> Iterator[None]:
             del part.get_parameter_state_dp_zero
 
 
-def _state_with_padding(part: Any, gather: Callable[..., Any], **settings: Any) -> Any:
+def _state_with_padding(
+    part: Any, gather: Callable[..., Any], made: set[int], **settings: Any
+) -> Any:
     """Returns what `gather` does: None on all data-parallel ranks but the first where there is a
     state to save. It is sent over the CPU to that rank, which writes all of it anyway; as
     megatron-core is called, every rank's GPU would hold a float32 buffer of all weights meanwhile.
     """
-    if not settings["empty_data"] and part.data_parallel_group_gloo is not None:
+    if part.data_parallel_group_gloo is not None:
         settings |= {"use_gloo_comm": True, "return_on_all_ranks": False}
     state = gather(**settings)
     if state is None:
@@ -345,6 +394,7 @@ def _state_with_padding(part: Any, gather: Callable[..., Any], **settings: Any) 
             for name, flat in tensors.items():
                 if isinstance(flat, Tensor):
                     tensors[name] = _with_padding(flat, buffer.buckets)
+                    made.add(storage_id(tensors[name]))
     return state
 
 

@@ -137,6 +137,14 @@ def own_shards(part: Any) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
         yield parameter, settings["params"][number], settings
 
 
+def range_of(part: Any, parameter: Any) -> tuple[int, int]:
+    """Returns where this rank's shard of a distributed optimizer begins and ends in the parameter,
+    flattened. Calls _get_model_param_range_map.
+    """
+    held = part._get_model_param_range_map(parameter)["param"]
+    return held.start, held.end
+
+
 def clip_gradients(shards: list[Any], clip_norm: float, norm: float) -> None:
     """Scales the gradients of an optimizer's float32 shards, whose norm this is, to clip_norm where
     it is larger, as the optimizer's own step does. Calls clip_grad_by_total_norm_fp32 of

@@ -6,7 +6,7 @@ for it. Where the whole average is wanted it changes places with these weights f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +33,7 @@ class Average:
     @classmethod
     def start(cls, optimizer: Any, chunks: list[Any], decay: float) -> Average:
         """Begins with the weights themselves."""
-        tensors = [p.detach().clone() for p in masters(optimizer)]
+        tensors = [p.clone() for p in masters(optimizer)]
         return cls(optimizer, chunks, decay, tensors)
 
     def update(self) -> None:
@@ -85,56 +85,51 @@ class Average:
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
 
+    def of(self, weight: Tensor) -> Tensor:
+        """Returns the average of a shard that the optimizer has."""
+        places = (tensor for p, tensor in zip(shards(self.optimizer), self.tensors, strict=True)
+                  if p is weight)  # fmt: skip
+        return next(places)
+
     def move(self, device: torch.device) -> None:
         self.tensors = [tensor.to(device) for tensor in self.tensors]
 
 
-def masters(optimizer: Any) -> list[Tensor]:
-    """Returns this rank's shards of the float32 weights that are trained."""
+def shards(optimizer: Any) -> list[Any]:
+    """Returns this rank's shards of the float32 weights that are trained, as the optimizer has
+    them.
+    """
     parts = compat.optimizer_parts(optimizer)
     groups = [group for part in parts for group in part.optimizer.param_groups]
-    return [p.detach() for group in groups for p in group["params"]]
+    return [p for group in groups for p in group["params"]]
+
+
+def masters(optimizer: Any) -> list[Tensor]:
+    """Returns the same without their gradients."""
+    return [p.detach() for p in shards(optimizer)]
 
 
 # ---- in a checkpoint
 
 
 def states_of(state: Any) -> Iterator[dict[str, Any]]:
-    """Yields what an optimizer's state, as megatron-core saves or has loaded it, has of each
-    parameter: its float32 weight as "param" and Adam's moments.
+    """Yields what an optimizer's state, as megatron-core saves it, has of each parameter: its
+    float32 weight as "param" and Adam's moments.
     """
-    if isinstance(state, Mapping) and "exp_avg" in state:
-        assert isinstance(state, dict)
+    if isinstance(state, dict) and "exp_avg" in state:
         yield state
-    elif isinstance(state, (Mapping, list)):
-        for value in state.values() if isinstance(state, Mapping) else state:
+    elif isinstance(state, (dict, list)):
+        for value in state.values() if isinstance(state, dict) else state:
             yield from states_of(value)
 
 
-def as_average(state: Any, empty: bool) -> dict[str, Any]:
+def as_average(state: Any) -> dict[str, Any]:
     """Returns the shards of the float32 weights in an optimizer's sharded state, by the average's
-    names. empty: in memory of their own, to be loaded into.
+    names.
     """
     found: dict[str, Any] = {}
     for number, held in enumerate(states_of(state)):
         shard = held["param"]
         name = AVERAGE + shard.key.removeprefix(MASTER).removeprefix("model.")
-        data = torch.empty_like(shard.data) if empty else shard.data
-        found[str(number)] = replace(shard, key=name, data=data)
+        found[str(number)] = replace(shard, key=name)
     return found
-
-
-def with_masters(state: Any, average: Mapping[str, Tensor]) -> Any:
-    """Returns an optimizer's state with the average as its float32 weights. Neither is changed."""
-    copied = containers_copied(state)
-    for number, held in enumerate(states_of(copied)):
-        held["param"] = average[str(number)]
-    return copied
-
-
-def containers_copied(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: containers_copied(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [containers_copied(value) for value in state]
-    return state

@@ -109,6 +109,29 @@ class Memory:
         """The GiB that a pass without gradient takes beside the states."""
         return gib(self.forward.parts)
 
+    def back_to_save(self) -> dict[str, float]:
+        """The GiB that come back to the device while a checkpoint of the idle role is made.
+
+        FSDP's shards are copied from where they are. Megatron's weights come back, and with
+        adapters or an average all that has left.
+        """
+        if self.config.engine != "megatron":
+            return {}
+        every = self.config.lora is not None or self.average > 0
+        stays = self.on_device(at_work=False)
+        back = {"weights": self.weights - stays["weights"]}
+        if every:
+            back["optimizer"] = self.adam + self.average - stays["optimizer"]
+            back["gradients"] = self.gradients - stays["gradients"]
+        return back
+
+    @property
+    def gathered(self) -> float:
+        """The GiB of the host's memory in which megatron's optimizer is gathered for a checkpoint,
+        on the rank that writes it.
+        """
+        return self.saved_optimizer or 0.0
+
     @property
     def saved(self) -> float:
         """The GiB that are saved; of adapters, without the base."""

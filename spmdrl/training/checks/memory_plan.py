@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,18 +167,21 @@ def memory_plan(
         lines.append(judge_line(config, placement, judge))
     timelines = []
     kept = saved_roles(config)
+    saves = [Work(f"save {name}", "save", name) for name in kept if saves_any(config)]
+    works = [*works_of(config), *saves]
     for names, ranks in ranks_by_roles(placement).items():
         own = {name: m for name, m in roles.items() if place_of(name) in names}
-        copy = copied(config, sum(m.saved for n, m in own.items() if n in kept))
+        copy = copied(config, [m for n, m in own.items() if n in kept])
         timeline = timeline_of(
-            works_of(config), own, engine if "rollout" in names else None, sleeps, push, copy,
-            on_gpu, judge if "reward" in names else None,
+            works, own, engine if "rollout" in names else None, sleeps, push, copy, on_gpu,
+            judge if "reward" in names else None,
         )  # fmt: skip
         if timeline.phases:
             timelines.append(replace(timeline, roles=names, ranks=ranks))
-    saved = max(sum(m.saved for n, m in roles.items() if n in kept and place_of(n) in names)
-                for names in ranks_by_roles(placement))  # fmt: skip
-    lines += copies_of_checkpoint(config, saved)
+    saved = [[m for n, m in roles.items() if n in kept and place_of(n) in names]
+             for names in ranks_by_roles(placement)]  # fmt: skip
+    most = max(saved, key=lambda memories: sum(m.saved for m in memories))
+    lines += copies_of_checkpoint(config, most)
     process = process_gib(*(ENGINES[name] for name in engine_names(config)))
     process += teacher_gib_of_rl(config, placement, prompt_tokens)
     return MemoryPlan(
@@ -343,7 +346,7 @@ def supervised_plan(
         Work("ref_logprobs", "look", "ref", frozenset({"ref"})),
         Work("update", "update", "actor", frozenset({"actor"})),
     ]
-    copy = copied(config, memory.saved)
+    copy = copied(config, [memory])
     timeline = timeline_of(works, roles, None, False, 0.0, copy, on_gpu)
     if on_gpu:
         host = max(timeline.on_host, written)
@@ -357,7 +360,7 @@ def supervised_plan(
     lines = (
         "parameters and memory of a rank (estimate, GiB)",
         *(memory_line(name, each) for name, each in roles.items()),
-        *copies_of_checkpoint(config, memory.saved),
+        *copies_of_checkpoint(config, [memory]),
     )  # fmt: skip
     process = process_gib() + teacher_gib(config, world, row_tokens)
     all_to_all = any(map(sends_to_all, training_roles(config).values()))
@@ -405,12 +408,16 @@ def least_checkpoint_bytes(
     return sum(part.trainable * 4 for part in parts)
 
 
-def copied(config: RunConfig, saved: float) -> float:
+def saves_any(config: RunConfig) -> bool:
+    """Whether the run makes checkpoints, in its folder or in memory."""
+    return config.checkpoint.every_steps > 0 or in_memory(config, 1.0) > 0
+
+
+def copied(config: RunConfig, roles: Sequence[Memory]) -> float:
     """GiB of the host's memory for the copy that a checkpoint is written from, and for those that
-    stand in memory."""
-    held = in_memory(config, saved)
-    saves = config.checkpoint.every_steps > 0 or held > 0
-    return held + (saved if saves and not config.checkpoint.blocking else 0.0)
+    stand in memory. roles: what a rank saves."""
+    copy = sum(m.gathered if config.checkpoint.blocking else m.saved for m in roles)
+    return in_memory(config, sum(m.saved for m in roles)) + copy * saves_any(config)
 
 
 def in_memory(config: RunConfig, saved: float) -> float:
@@ -421,12 +428,19 @@ def in_memory(config: RunConfig, saved: float) -> float:
     return IN_MEMORY * saved if every > 0 else 0.0
 
 
-def copies_of_checkpoint(config: RunConfig, most: float) -> list[str]:
-    """Returns a line about the memory that a checkpoint takes while it is written in the
-    background.
+def copies_of_checkpoint(config: RunConfig, roles: Sequence[Memory]) -> list[str]:
+    """Returns lines about the memory that a checkpoint takes while it is written in the background.
+    roles: of the rank that saves most.
     """
+    most, gathered = sum(m.saved for m in roles), sum(m.gathered for m in roles)
     held, lines = in_memory(config, most), list[str]()
-    if copied(config, most) > held:
+    copy = copied(config, roles) - held
+    if gathered and copy:
+        lines.append(
+            f"  checkpoint copy on the host {copy:.2f}; megatron's optimizer is "
+            f"{gathered:.2f} of it, until it is written, also with checkpoint.blocking"
+        )
+    elif copy:
         lines.append(f"  checkpoint copy on the host {most:.2f}, kept from the first save on (none "
                      "with checkpoint.blocking)")  # fmt: skip
     if held > 0:

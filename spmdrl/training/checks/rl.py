@@ -55,6 +55,7 @@ from spmdrl.training.checks.common import (
 )
 from spmdrl.training.checks.distillation import check_distillation, check_tokenizers
 from spmdrl.training.checks.fp8 import check_fp8
+from spmdrl.training.checks.hosts import warnings_of_hosts
 from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.mismatch import check_explain_mismatch
@@ -81,7 +82,7 @@ def check(config: PpoConfig, world: int, hosted: bool = False, installed: bool =
         check_installed(config)
     require_sound(config, world, hosted)
     check_files(config, load_hf_config(config.model), hosted)
-    for warning in warnings_of(config):
+    for warning in [*warnings_of(config), *([] if hosted else warnings_of_hosts(config, world))]:
         logger.warning(warning)
 
 

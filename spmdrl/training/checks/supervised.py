@@ -35,6 +35,7 @@ from spmdrl.training.checks.common import (
 )
 from spmdrl.training.checks.distillation import check_sft_distillation, check_tokenizers
 from spmdrl.training.checks.fp8 import check_fp8
+from spmdrl.training.checks.hosts import warnings_of_hosts
 from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.routers import check_router_aux_loss
@@ -162,8 +163,10 @@ def check_supervised(
         "model", config.model, load_hf_config(config.model),
         is_policy=not isinstance(config, RewardTrainingConfig),
     )  # fmt: skip
-    for warning in [*warnings_of_length(config), *warnings_of_run(config)] if warn else []:
-        logger.warning(warning)
+    if warn:
+        found = [*warnings_of_length(config), *warnings_of_run(config)]
+        for warning in [*found, *warnings_of_hosts(config, world)]:
+            logger.warning(warning)
 
 
 def step_metric(metrics: Mapping[str, str]) -> str:

@@ -27,7 +27,7 @@ class Work:
     """One phase of a step: what is done, by which role, and which roles are on the device."""
 
     phase: str
-    what: Literal["sample", "judge", "look", "update", "push"]
+    what: Literal["sample", "judge", "look", "update", "push", "save"]
     role: str | None = None
     loaded: frozenset[str] = frozenset()
 
@@ -104,6 +104,9 @@ def timeline_of(
         joins |= judge is not None and work.what == "judge"
         if work.role not in roles and not joins:
             continue
+        back = roles[work.role].back_to_save() if work.what == "save" and work.role else {}
+        if work.what == "save" and (not on_gpu or sum(back.values()) == 0):
+            continue
         parts = dict.fromkeys(PARTS, 0.0)
         if engine is not None:
             parts["engine"] = engine_in(work, engine, sleeps, on_gpu)
@@ -117,6 +120,8 @@ def timeline_of(
             sender = roles.get(work.role or "")
             if sender is not None and sender.on_host:  # its shards are copied to be sent
                 parts["push"] += sender.weights
+        elif work.what == "save":
+            add(parts, back)
         elif work.role is not None:
             memory = roles[work.role]
             add(parts, memory.update() if work.what == "update" else memory.look())
@@ -128,8 +133,9 @@ def timeline_of(
 
 def engine_in(work: Work, engine: EngineMemory, sleeps: bool, on_gpu: bool) -> float:
     """Returns the GiB of an engine in a phase. For a push it wakes its weights alone; its KV cache
-    follows when the trainer's weights have left (training/push_weights.py)."""
-    if not sleeps or work.what in ("sample", "judge") or work.role == "reward_model":
+    follows when the trainer's weights have left (training/push_weights.py), and is there while a
+    checkpoint is made."""
+    if not sleeps or work.what in ("sample", "judge", "save") or work.role == "reward_model":
         return engine.awake
     if work.what == "push" and on_gpu:
         return min(engine.awake, engine.asleep + engine.weights)

@@ -1,5 +1,6 @@
 """The Megatron engine on real gloo ranks: the same update as FSDP2's from the same batch."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from training_batches import CONFIG as BASE
 from training_batches import LENS, whole_batch
 
 from spmdrl.config import AlgoConfig, DistillationConfig, OptimConfig, TrainConfig
+from spmdrl.distributed.torch_compat import TorchDispatchMode, storage_id
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
 
@@ -365,23 +367,59 @@ def resumed_on(topology, models, folder, pairs):
     return found
 
 
+class Living(TorchDispatchMode):
+    """Follows the bytes of tensors that are made meanwhile and live. `peak`: the most."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.bytes, self.peak = set(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensors, is_made in (args, False), (found, True):
+            for tensor in tensors if isinstance(tensors, (tuple, list)) else [tensors]:
+                if isinstance(tensor, torch.Tensor):
+                    self.follow(tensor, is_made)
+        return found
+
+    def follow(self, tensor, is_made):
+        number, storage = storage_id(tensor), tensor.untyped_storage()
+        if number not in self.known:
+            self.known.add(number)
+            size = storage.nbytes() if is_made else 0
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(storage, self.forget, number, size)
+
+    def forget(self, number, size):
+        self.known.discard(number)
+        self.bytes -= size
+
+
 def resumed_pair(topology, models, folder, first, second, count):
     """The weights that were saved after `count` updates; then metrics and weights after one more,
-    of the engine that saved and of one that loaded."""
+    of the engine that saved and of one that loaded, which must not take all states at once."""
     import torch.distributed as dist
 
     results = []
     for case, loads in ((first, False), (second, True)):
         engine = engine_of(topology, models, case)
         if engine is not None and loads:
-            engine.load(folder)
+            with Living() as living:
+                engine.load(folder)
+            own = sum(p.numel() for chunk in engine.parts.raw for p in chunk.parameters())
+            assert living.peak < 4 * own, (case, living.peak, own)  # their states are 12 bytes each
         elif engine is not None:
             updated(engine, case[1], count)
             results.append(weights_of(engine))
-            engine.save(folder)
-        dist.barrier()
+            staged = engine.stage()
+            # what was gathered is no one else's, and is not copied again
+            assert not any(index.fqn.startswith("optimizer") for index in engine.copies.kept)
         if engine is not None:
             results.append((updated(engine, case[1])[0], weights_of(engine)))
+            if not loads:
+                staged.write(folder, engine.topology.control)
+        dist.barrier()
     return results
 
 
