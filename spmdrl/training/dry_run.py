@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from spmdrl.algo.advantages import asked_keys_of
+from spmdrl.algo.advantages import asked_keys_of, estimator_of
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import ConfigError, LoraConfig, PpoConfig, RewardConfig
 from spmdrl.data.demonstrations import demonstration_lines
@@ -35,6 +35,7 @@ from spmdrl.training.checks.packing import trial_lines
 from spmdrl.training.checks.shown import check_kept, check_shown
 from spmdrl.training.collect import check_reward_keys
 from spmdrl.training.elastic import check_memory_of_sizes
+from spmdrl.training.process_reward_model import not_labels
 from spmdrl.training.run_images import with_replies
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
@@ -94,7 +95,8 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
                   *(mixture if name == "train" else []),
                   *held_out_lines(name, len(dataset), config),
                   *scored_examples(examples_of(dataset), rewards, config.rewards,
-                                   asked_keys_of(config.algo) if name == "train" else ()),
+                                   asked_keys_of(config.algo) if name == "train" else (),
+                                   name == "train" and estimator_of(config.algo).prm),
                   *scored_demonstrations(examples_of(dataset), rewards, tokenizer)]  # fmt: skip
     rewards.close()
     if has_dialogue(config):
@@ -164,14 +166,16 @@ def examples_of(dataset: PromptDataset) -> list[Prompt]:
 
 
 def scored_examples(
-    prompts: list[Prompt], rewards: Any, config: RewardConfig, keys: tuple[str, ...] = ()
-) -> list[str]:
+    prompts: list[Prompt], rewards: Any, config: RewardConfig, keys: tuple[str, ...] = (),
+    labels: bool = False,
+) -> list[str]:  # fmt: skip
     """Scores each ground truth as if it were the answer, and shows the first. keys: what the
-    algorithm reads of what the reward returns.
+    algorithm reads of what the reward returns. labels: the algorithm takes rewards as labels.
 
     Raises ConfigError where the reward fails on more of them than a step may have invalid samples,
     or returns one of the keys for none of them, though it finds some right. One that finds none
-    right may want more than the bare answer, and return the keys with it.
+    right may want more than the bare answer, and return the keys with it. Raises ConfigError as
+    well where a reward should be a label and is none.
     """
     first = prompts[0]
     shown = f"  prompt {first.id} ({first.data_source}): ...{first.text[-200:]!r}"
@@ -182,6 +186,8 @@ def scored_examples(
         if prompt.ground_truth is not None and not asks[prompt.data_source]
     ]
     rewards.score(samples)
+    if labels:
+        check_labels(samples, rewards)
     scored = [sample for sample in samples if sample.invalid is None]
     finds_right = any(sample.reward for sample in scored)
     check_reward_keys(samples, keys)
@@ -208,6 +214,17 @@ def scored_examples(
     if sample.reward == 0:
         verdict += " (right only if the grader wants more than the bare answer)"
     return [shown, f"  reward of its ground truth {sample.response!r} as the answer: {verdict}"]
+
+
+def check_labels(samples: list[Sample], rewards: Any) -> None:
+    """Raises ConfigError where a reward of these samples, or of an empty answer to the same
+    prompts, is no label of PRIME's. An empty answer shows what a wrong one is given.
+    """
+    empty = [answered(sample.prompt, "") for sample in samples]
+    rewards.score(empty)
+    found = [sample.reward for sample in (*samples, *empty) if sample.reward is not None]
+    if found and (told := not_labels(min(found), max(found))):
+        raise ConfigError(f"{told}. These are of ground truths and empty answers")
 
 
 def asked_by(prompts: list[Prompt], rewards: Any) -> dict[str, list[str]]:
