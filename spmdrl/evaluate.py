@@ -11,7 +11,6 @@ python -m spmdrl.evaluate --benchmark gsm8k --model Qwen/Qwen3-0.6B. docs/benchm
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -240,7 +239,7 @@ def write_results(
     """
     from spmdrl.checkpoint.run_dir import write_config
     from spmdrl.training.logs.items import interval, items_of
-    from spmdrl.training.logs.metrics import write_rows
+    from spmdrl.training.logs.metrics import metrics_line, write_rows
 
     write_config(config, out)
     log = Path(out, "metrics.jsonl")
@@ -251,7 +250,7 @@ def write_results(
     row = {"step": model.step, "model": model.name, "samples": samples, **metrics}
     torn = log.exists() and log.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
     with log.open("a") as file:
-        file.write("\n" * torn + json.dumps(row) + "\n")
+        file.write("\n" * torn + metrics_line(row))
     shutil.rmtree(Path(out, "model"), ignore_errors=True)
     width = max(map(len, metrics))
     num_answers = num_prompts * config.eval_samples

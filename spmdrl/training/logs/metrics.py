@@ -93,7 +93,7 @@ class RunLog:
         with self.named("write metrics"):
             with writing(Path(self.run_dir, METRICS)):
                 self.check_is_there()
-                self.metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+                self.metrics.write(metrics_line({"step": step, **metrics}))
                 self.metrics.flush()
             for tracker in self.trackers:
                 tracker.log(step, dict(metrics))  # which it may change
@@ -145,6 +145,16 @@ class RunLog:
             with self.named("close trackers"):
                 for tracker in self.trackers:
                     tracker.close()
+
+
+def metrics_line(row: Mapping[str, Any]) -> str:
+    """Returns a line of metrics.jsonl, with null for numbers that JSON has not: NaN, infinities."""
+    lacking = {
+        name: None
+        for name, value in row.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
+    return json.dumps({**row, **lacking}, allow_nan=False) + "\n"
 
 
 def memory_of_process() -> dict[str, float]:

@@ -7,6 +7,7 @@ Everything is read from the run's own files, so a resumed run tells all of its h
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,10 +78,11 @@ def without_options(arguments: Sequence[str], names: Sequence[str]) -> list[str]
 
 
 def read_rows(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl; what is no row of metrics is passed over."""
+    """The rows of metrics.jsonl, with NaN for null; what is no row of metrics is passed over."""
     path = Path(run_dir, METRICS)
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return [json.loads(line.strip(b"\0")) for line in lines if step_of(line) is not None]
+    rows = [json.loads(line.strip(b"\0")) for line in lines if step_of(line) is not None]
+    return [{n: math.nan if value is None else value for n, value in r.items()} for r in rows]
 
 
 def summary(ended: FinishedRun, rows: Sequence[Row]) -> str:

@@ -93,7 +93,8 @@ def same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def compared_metrics(run: Mapping[str, Any], replay: Mapping[str, float]) -> Iterator[Compared]:
     names = [n for n in replay if n in run and not n.startswith(OF_LAYOUT)]
     for name in sorted(names, key=lambda name: name == LAST):
-        ours, theirs = float(replay[name]), float(run[name])
+        # metrics.jsonl has null for infinities too
+        ours, theirs = (x if math.isfinite(x) else math.nan for x in (replay[name], run[name]))
         yield Compared(
             name, f"{theirs:.8g}", f"{ours:.8g}", relative_difference(name, theirs, ours)
         )
