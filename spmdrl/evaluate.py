@@ -27,6 +27,7 @@ from spmdrl.cli.help import asks_for_help
 from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig
+from spmdrl.config.words import counted
 from spmdrl.data.benchmark_config import benchmark_config
 from spmdrl.distributed.env import without_garbage_collection
 from spmdrl.distributed.exit import BAD_CONFIG
@@ -196,7 +197,8 @@ def show_dry_run(
 
     PROGRESS.line("\n".join([
         shown_config(config, dry.show_config),
-        f"{num_prompts} held-out prompts, {num_prompts * config.eval_samples} answers",
+        f"{counted(num_prompts, 'held-out prompt')}, "
+        f"{counted(num_prompts * config.eval_samples, 'answer')}",
         *scored_examples(examples_of(dataset), rewards, config.rewards),
     ]))  # fmt: skip
 
@@ -255,7 +257,8 @@ def write_results(
     width = max(map(len, metrics))
     num_answers = num_prompts * config.eval_samples
     PROGRESS.line("\n".join([
-        f"{model.name}, step {model.step}: {num_prompts} prompts, {num_answers} answers",
+        f"{model.name}, step {model.step}: {counted(num_prompts, 'prompt')}, "
+        f"{counted(num_answers, 'answer')}",
         *(f"  {key:{width}}  {value:.6g}" for key, value in metrics.items()),
         f"in {log} and {path}",
     ]))  # fmt: skip

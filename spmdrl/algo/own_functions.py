@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmdrl.algo.correction import MISMATCH_SUMS
 from spmdrl.config import require
+from spmdrl.config.words import counted
 from spmdrl.types import Batch
 
 TAKEN = frozenset({  # metrics of a step that are no loss's own
@@ -135,7 +136,8 @@ def checked_aggregation(function: Callable[..., Any]) -> Callable[..., Tensor]:
         require_shape(where, weights, mask.shape, "(num_tokens,)")
         wrong = weights[(mask == 0) & (weights != 0)]
         require(
-            not len(wrong), f"{where} gave a weight to {len(wrong)} masked tokens, the first of "
+            not len(wrong),
+            f"{where} gave a weight to {counted(len(wrong), 'masked token')}, the first of "
             f"them {wrong[:1].tolist()}: prompts and what tools say would be trained on. Multiply "
             "the weights by the mask",
         )  # fmt: skip

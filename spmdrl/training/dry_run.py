@@ -10,6 +10,7 @@ from typing import Any
 from spmdrl.algo.advantages import asked_keys_of, estimator_of
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import ConfigError, LoraConfig, PpoConfig, RewardConfig
+from spmdrl.config.words import counted
 from spmdrl.data.demonstrations import demonstration_lines
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.row_reports import left_out_lines
@@ -86,9 +87,9 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
             config = with_length(config, num_prompts)
             check_steps(config, ranks)
             check_kept(config, with_replies(dataset.looks(), config))
-        lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long, "
-                  f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
-                  "in their text",
+        lines += [f"{name} data: {counted(len(dataset), 'prompt')}, "
+                  f"{dataset.num_overlong} over-long, {counted(dataset.num_bad, 'bad row')} left "
+                  f"out, {dataset.num_escaped} with control tokens in their text",
                   *left_out_lines(dataset.left_out), *image_lines(dataset),
                   *demonstration_lines(dataset.demonstrated), *hint_lines(dataset),
                   *adapter_lines(config.actor.lora, dataset.data_sources),
@@ -126,7 +127,7 @@ def image_lines(dataset: PromptDataset) -> list[str]:
     if most.videos:
         lines.append(
             f"  videos: at most {most.videos} in a prompt, and {most.largest_video[0]} tokens in "
-            f"one, of {most.largest_video[1]} steps in time"
+            f"one, of {counted(most.largest_video[1], 'step')} in time"
         )
     return lines
 
@@ -156,7 +157,10 @@ def held_out_lines(name: str, num_prompts: int, config: PpoConfig) -> list[str]:
     if name != "eval":
         return []
     asked = min(num_prompts, config.data.max_eval_prompts or num_prompts)
-    return [f"  {asked} of them asked at each evaluation, {asked * config.eval_samples} answers"]
+    return [
+        f"  {asked} of them asked at each evaluation, "
+        f"{counted(asked * config.eval_samples, 'answer')}"
+    ]
 
 
 def examples_of(dataset: PromptDataset) -> list[Prompt]:
@@ -195,7 +199,8 @@ def scored_examples(
     num_lacking = sum(sample.invalid is not None for sample in scored)
     if failed:
         told = (
-            f"the reward fails on {len(failed)} of {len(samples)} ground truths given as answers; "
+            f"the reward fails on {len(failed)} of {counted(len(samples), 'ground truth')} given "
+            "as answers; "
             f"prompt {failed[0].prompt.id} ({failed[0].prompt.data_source}), "
             f"{str(failed[0].prompt.ground_truth)[:60]!r}: {last_line(failed[0].invalid)}"
         )
@@ -248,7 +253,7 @@ def scored_demonstrations(prompts: list[Prompt], rewards: Any, tokenizer: Any) -
     rewards.score(samples)
     found = [sample.reward for sample in samples if sample.reward is not None]
     mean = f"mean {fmean(found):g}" if found else "none, it fails"
-    return [f"  reward of a demonstration, of {len(samples)} prompts: {mean}"]
+    return [f"  reward of a demonstration, of {counted(len(samples), 'prompt')}: {mean}"]
 
 
 def answered(prompt: Prompt, answer: str) -> Sample:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmdrl.config import PpoConfig
+from spmdrl.config.words import counted
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.table_files import BadRow
 from spmdrl.rewards.workers.caller import Caller
@@ -113,7 +114,7 @@ class Dialogue:
         if problem:
             calls.append(Call("", None, f"the tool call cannot be read: {problem}"))
         most = self.limits.max_calls
-        too_many = f"not called: a turn may call {most} tools at most"
+        too_many = f"not called: a turn may call {counted(most, 'tool')} at most"
         return calls[:most] + [Call(call.name, None, too_many) for call in calls[most:]]
 
     def about(self, addressed: list[tuple[Prompt, int]], params: SamplingParams) -> TurnHandler:

@@ -16,6 +16,7 @@ from pathlib import Path
 from spmdrl.checkpoint.earlier_runs import METRICS, step_of
 from spmdrl.checkpoint.format import steps_in
 from spmdrl.config import PpoConfig, RunConfig, SupervisedConfig
+from spmdrl.config.words import counted
 from spmdrl.distributed.progress import spoken
 from spmdrl.training.logs.answers import SampleRow, few_answers, one_line, reward_text
 from spmdrl.training.logs.curves import REWARD, Curve, Points, Row, points
@@ -99,7 +100,7 @@ def summary(ended: FinishedRun, rows: Sequence[Row]) -> str:
 
 
 def headline(ended: FinishedRun) -> str:
-    steps = f"{ended.step} of {ended.config.steps} steps done"
+    steps = f"{ended.step} of {counted(ended.config.steps, 'step')} done"
     return f"{'Stopped' if ended.stopped else 'Finished'}: {steps}; run folder {ended.run_dir}"
 
 
@@ -111,7 +112,8 @@ def timing_lines(rows: Sequence[Row]) -> list[str]:
         return []
     tokens = sum(row["throughput/tokens_per_s"] * row["time/step_s"] for row in timed)
     return [
-        f"{len(timed)} steps took {spoken(seconds)}, {seconds / len(timed):.3g} s each, at "
+        f"{counted(len(timed), 'step')} took {spoken(seconds)}, {seconds / len(timed):.3g} s "
+        "each, at "
         f"{tokens / seconds:,.0f} tokens/s (without evaluations, checkpoints and the start)"
     ]
 
@@ -330,7 +332,7 @@ def continue_commands(ended: FinishedRun) -> list[tuple[str, str]]:
         more, dropped = ["--steps", str(2 * ended.config.steps), *more], ["resume", "steps"]
         if ended.config.epochs:
             more, dropped = ["--epochs", "0", *more], [*dropped, "epochs"]
-        what = f"train for {ended.config.steps} more steps"
+        what = f"train for {counted(ended.config.steps, 'more step')}"
     return [again(ended, what, dropped, more)]
 
 
