@@ -387,13 +387,14 @@ class MegatronEngine:
         return cut(batch, budget, self.topology, multiple, padded, units)
 
     def shared(self, batch: Batch, images: BatchImages | None = None) -> Batch:
-        """Returns, on all ranks of this model-parallel group, what its data rank was given; the
-        images of replies go the same way.
-        """
+        """Returns, on all ranks of this model-parallel group, what its data rank was given, with
+        the images of replies; and what the first stage knows of its videos."""
         for group, source in self.parts.groups.sharing:
             batch = broadcast_batch(batch, group, source, self.topology.device)
             if images is not None:
                 images.share_replies(batch, group, self.topology.device, source)
+        if images is not None:
+            images.share_clips(batch, self.parts.groups.pipeline, self.topology.device)
         return batch
 
     # ---- weights and memory
