@@ -205,7 +205,8 @@ def train(
         else sum(u[name] for u in done) / len(done)
         for name in (done[0] if done else ())
     }
-    warn_of_overflow(trainer, metrics, config)
+    if not all(map(math.isfinite, metrics.values())):
+        warn_of_overflow(trainer, metrics, config)
     return (skipped if config.nan_updates else {}) | metrics
 
 
