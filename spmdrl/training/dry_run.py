@@ -204,10 +204,10 @@ def scored_examples(
             f"prompt {failed[0].prompt.id} ({failed[0].prompt.data_source}), "
             f"{str(failed[0].prompt.ground_truth)[:60]!r}: {last_line(failed[0].invalid)}"
         )
-        counted = len(failed)
+        num_failed = len(failed)
         if not (finds_right and num_lacking == len(scored)):
-            counted -= num_lacking
-        if counted > config.max_invalid_fraction * len(samples):
+            num_failed -= num_lacking
+        if num_failed > config.max_invalid_fraction * len(samples):
             raise ConfigError(told)
         logger.warning(told)
     if asks[first.data_source]:
