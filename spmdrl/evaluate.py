@@ -11,7 +11,6 @@ python -m spmdrl.evaluate --benchmark gsm8k --model Qwen/Qwen3-0.6B. docs/benchm
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from spmdrl.cli.help import asks_for_help
 from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig
+from spmdrl.config.words import counted
 from spmdrl.data.benchmark_config import benchmark_config
 from spmdrl.distributed.env import without_garbage_collection
 from spmdrl.distributed.exit import BAD_CONFIG
@@ -197,7 +197,8 @@ def show_dry_run(
 
     PROGRESS.line("\n".join([
         shown_config(config, dry.show_config),
-        f"{num_prompts} held-out prompts, {num_prompts * config.eval_samples} answers",
+        f"{counted(num_prompts, 'held-out prompt')}, "
+        f"{counted(num_prompts * config.eval_samples, 'answer')}",
         *scored_examples(examples_of(dataset), rewards, config.rewards),
     ]))  # fmt: skip
 
@@ -240,7 +241,7 @@ def write_results(
     """
     from spmdrl.checkpoint.run_dir import write_config
     from spmdrl.training.logs.items import interval, items_of
-    from spmdrl.training.logs.metrics import write_rows
+    from spmdrl.training.logs.metrics import metrics_line, write_rows
 
     write_config(config, out)
     log = Path(out, "metrics.jsonl")
@@ -251,12 +252,13 @@ def write_results(
     row = {"step": model.step, "model": model.name, "samples": samples, **metrics}
     torn = log.exists() and log.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
     with log.open("a") as file:
-        file.write("\n" * torn + json.dumps(row) + "\n")
+        file.write("\n" * torn + metrics_line(row))
     shutil.rmtree(Path(out, "model"), ignore_errors=True)
     width = max(map(len, metrics))
     num_answers = num_prompts * config.eval_samples
     PROGRESS.line("\n".join([
-        f"{model.name}, step {model.step}: {num_prompts} prompts, {num_answers} answers",
+        f"{model.name}, step {model.step}: {counted(num_prompts, 'prompt')}, "
+        f"{counted(num_answers, 'answer')}",
         *(f"  {key:{width}}  {value:.6g}" for key, value in metrics.items()),
         f"in {log} and {path}",
     ]))  # fmt: skip

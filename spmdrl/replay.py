@@ -26,6 +26,7 @@ from spmdrl.cli.arguments import converted
 from spmdrl.cli.help import asks_for_help
 from spmdrl.cli.paths import check_folder, check_writable
 from spmdrl.config import ConfigError
+from spmdrl.config.words import counted
 from spmdrl.distributed.env import before_torch, without_garbage_collection
 from spmdrl.distributed.exit import FAILED, GUARD, exit_config, leave_for_torchrun
 from spmdrl.distributed.output import keep_output
@@ -174,7 +175,7 @@ def tell(
     compared = comparison.compare(
         plan.row, plan.computed, found.metrics, found.sums, plan.config.algo.replay_steps
     )
-    lines = [f"{plan.described()}, on {world} rank{'s' * (world > 1)}", ""]
+    lines = [f"{plan.described()}, on {counted(world, 'rank')}", ""]
     lines += comparison.comparison_lines(compared, tolerance)
     if edited is not None:
         lines += ["", "with the edit:"]

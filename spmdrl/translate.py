@@ -20,6 +20,7 @@ import yaml
 
 from spmdrl.cli.help import asks_for_help, refuse_unknown
 from spmdrl.config import ConfigError
+from spmdrl.config.words import counted
 from spmdrl.migration import trl, trl_source, verl
 from spmdrl.migration.config_source import Translation, comment, shown, source_of
 from spmdrl.migration.shell import Settings
@@ -170,7 +171,7 @@ def main(file: str = "", out: str = "", ranks: int | None = None, **others: Any)
         ) from None
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from error
-    print(f"wrote {out}; {len(translation.fields)} fields")
+    print(f"wrote {out}; {counted(len(translation.fields), 'field')}")
     for name, why in translation.notes.items():
         print(f"  look at: {comment(f'{name}: {why}')}")
     print(f"next: python -m spmdrl.ppo --config {out} --dry-run")

@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 from metric_pages import DOCS, PAGES, metric_rows, without_a_row
 
-from spmdrl.config import PpoConfig, PreferenceTrainingConfig, RewardTrainingConfig, SftConfig
+from spmdrl.algo.advantages import ESTIMATORS
+from spmdrl.algo.losses import POLICY_LOSSES
+from spmdrl.config import (
+    PAIR_LOSSES,
+    PpoConfig,
+    PreferenceTrainingConfig,
+    RewardTrainingConfig,
+    SftConfig,
+)
 from spmdrl.distributed.progress import WORDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -317,6 +325,24 @@ def test_a_field_or_a_metric_that_a_page_names_exists(page: Path) -> None:
     metrics = {code for code in code_in(page) if re.fullmatch(r"[a-z]+/[a-z][a-z0-9_@]+", code)}
     of_metrics = {name for name in metrics if name.split("/")[0] in KINDS}
     assert without_a_row(of_metrics - NO_METRIC) == set()
+
+
+COUNTED = {
+    "estimators": len(ESTIMATORS), "policy losses": len({*POLICY_LOSSES.values()}),
+    "of pairs": len(PAIR_LOSSES),
+}  # fmt: skip
+
+
+def test_pages_count_the_algorithms_that_there_are() -> None:
+    """A loss under two names, `vanilla` for `ppo` and `gpg` for `reinforce`, counts once."""
+    named = re.compile(r"\b(\d+) (?:advantage )?(estimators|policy losses|of pairs)\b")
+    found = {
+        (page.name, what, int(number))
+        for page in (ROOT / "README.md", *DOCS.glob("*.md"), ROOT / "CHANGELOG.md")
+        for number, what in named.findall(" ".join(page.read_text().split()))
+    }
+    assert len(found) >= 5
+    assert [each for each in found if COUNTED[each[1]] != each[2]] == []
 
 
 def test_every_config_is_a_recipe() -> None:

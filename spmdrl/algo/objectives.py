@@ -285,8 +285,9 @@ def over_tokens(name: str, values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Largest unmasked value, 0 if there is none; values must not be negative."""
-    return (values * mask).max() if len(values) else values.new_zeros(())
+    """Largest unmasked value, 0 if there is none; values, one for each token or one for all, must
+    not be negative."""
+    return (values * mask).max() if len(mask) else values.new_zeros(())
 
 
 def value_objective(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmdrl.algo.correction import MISMATCH_SUMS
 from spmdrl.config import require
+from spmdrl.config.words import counted
 from spmdrl.types import Batch
 
 TAKEN = frozenset({  # metrics of a step that are no loss's own
@@ -25,6 +26,7 @@ TAKEN = frozenset({  # metrics of a step that are no loss's own
     "skipped_updates",
 })  # fmt: skip
 
+FAULT = "fault/"  # begins the metrics of fault_of, which no user sees
 
 TAKEN_OF_ANSWERS = frozenset({  # those that preference optimisation writes for every loss
     "loss", "grad_norm", "lr", "entropy", "kl", "desirable", "logps/chosen", "logps/rejected",
@@ -72,9 +74,29 @@ def checked_loss(
                 require_shape(
                     f"{where}, as the metric {key!r},", value, logprobs.shape, "(num_tokens,)"
                 )
-        return losses, metrics
+        return losses, metrics | fault_of(where, losses, logprobs, old_logprobs, mb.advantages)
 
     return loss
+
+
+def fault_of(where: str, losses: Tensor, *inputs: Tensor | None) -> dict[str, Tensor]:
+    """Returns a metric that is 1 where the losses are not finite though their inputs are, else 0.
+    Engines take it for what they say of an update that fails (without_faults).
+    """
+    sound = torch.stack([each.isfinite().all() for each in inputs if each is not None]).all()
+    return {f"{FAULT}{where}_max": (sound & ~losses.isfinite().all()).detach().float()}
+
+
+def without_faults(totals: dict[str, float]) -> tuple[dict[str, float], str]:
+    """Returns the totals of an update without the metrics of fault_of, and what is to be said of
+    those that are not 0; "" where there is none.
+    """
+    kept = {name: total for name, total in totals.items() if not name.startswith(FAULT)}
+    found = [
+        name[len(FAULT) : -len("_max")] for name in totals if totals[name] and name not in kept
+    ]
+    said = "".join(f", as {where} returned losses that are not finite" for where in found)
+    return kept, said
 
 
 def losses_and_metrics(
@@ -114,7 +136,8 @@ def checked_aggregation(function: Callable[..., Any]) -> Callable[..., Tensor]:
         require_shape(where, weights, mask.shape, "(num_tokens,)")
         wrong = weights[(mask == 0) & (weights != 0)]
         require(
-            not len(wrong), f"{where} gave a weight to {len(wrong)} masked tokens, the first of "
+            not len(wrong),
+            f"{where} gave a weight to {counted(len(wrong), 'masked token')}, the first of "
             f"them {wrong[:1].tolist()}: prompts and what tools say would be trained on. Multiply "
             "the weights by the mask",
         )  # fmt: skip

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.checkpoint.safe_load import read_plain
 from spmdrl.config import CheckpointConfig, ConfigError
+from spmdrl.config.words import counted
 from spmdrl.distributed.collectives import broadcast_object, first_of
 from spmdrl.distributed.topology import Topology
 
@@ -269,7 +270,7 @@ def none_is_whole(root: Path, passed: list[str]) -> str:
     """passed: what is wrong with each checkpoint, the newest first."""
     more = f"; and {len(passed) - SHOWN_DAMAGED} more" if len(passed) > SHOWN_DAMAGED else ""
     return (
-        f"none of the {len(passed)} checkpoints in {root} is whole: "
+        f"none of the {counted(len(passed), 'checkpoint')} in {root} is whole: "
         f"{'; '.join(passed[:SHOWN_DAMAGED])}{more}. Restore one of them, name another folder with "
         "--resume, or begin again at step 0 with --checkpoint.on_damage anew, which moves what is "
         f"there to {root.parent / 'earlier-N'}"

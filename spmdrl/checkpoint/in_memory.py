@@ -27,6 +27,7 @@ import torch.distributed as dist
 from spmdrl.checkpoint.disk_space import free_bytes, mib, writing
 from spmdrl.checkpoint.format import Digest, commit, damaged_file, recover, share_of, steps_in
 from spmdrl.config import ConfigError
+from spmdrl.config.words import counted
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import together
 
@@ -309,7 +310,7 @@ def fetch(
     held = [{n for r in ranks for n in of_ranks[r]} for ranks in hosts.ranks]
     missing = sorted(manifest.keys() - set().union(*held))
     if missing:
-        more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
+        more = f" and {counted(len(missing) - 1, 'more file')}" if len(missing) > 1 else ""
         return f"no host has {missing[0]}{more} as it was written"
     short = gather_to_all(no_room(folder, sizes, held[hosts.number]), group)
     if any(short):

@@ -252,7 +252,7 @@ class AnswerDataset:
 
         longest = len(reader.keys) * config.max_tokens
         measured = measure(files, size, topology, longest, config.on_bad_row)
-        what = "rows have a prompt with an answer"
+        what = "row", "a prompt with an answer"
         report_overlong(files, measured, config.max_tokens, what, topology)
         found = cls(files, measured, reader, labelled)
         if labelled and len(measured.rows) < 2:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spmdrl.config import ConfigError
+from spmdrl.config.words import counted, verb
 from spmdrl.data.chat import Encoder
 from spmdrl.data.left_out import calls_of
 from spmdrl.data.sft import require_eos, text_of
@@ -101,14 +102,16 @@ def report_demonstrations(
     given, overlong = counts.get("given", 0), counts.get("overlong", 0)
     if given == 0:
         raise ConfigError(
-            f"data.demonstration_key={reader.key!r}: none of {num_rows} rows has a demonstration "
+            f"data.demonstration_key={reader.key!r}: none of {counted(num_rows, 'row')} has a "
+            "demonstration "
             f"in this column, expected {EXPECTED}. Name the column that has them, or leave "
             "demonstration_key and algo.demonstrations out"
         )
     if overlong and topology.rank == 0:
         logger.warning(
-            "%d of %d demonstrations are longer than rollout.max_tokens=%d and are left out",
-            *(overlong, given, reader.encoder.limit),
+            "%d of %s %s longer than rollout.max_tokens=%d and left out",
+            *(overlong, counted(given, "demonstration"), verb(overlong, "are")),
+            reader.encoder.limit,
         )
 
 
@@ -118,5 +121,6 @@ def demonstration_lines(counts: Mapping[str, int]) -> list[str]:
         return []
     return [
         f"  demonstrations: {counts['given']}, {counts.get('overlong', 0)} of them too long; "
-        f"{counts.get('rows', 0)} rows have one to learn from"
+        f"{counted(counts.get('rows', 0), 'row')} {verb(counts.get('rows', 0), 'have')} one to "
+        "learn from"
     ]

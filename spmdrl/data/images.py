@@ -417,6 +417,17 @@ class BatchImages:
         sent = to_bytes(self.replies, keys) if dist.get_rank(group) == source else None
         self.replies |= from_bytes(broadcast_object(sent, group, source, device))
 
+    def share_clips(self, batch: Batch, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Tells the group what its first rank knows of a batch's videos, so that others, which have
+        no tower, decode none. Collective over the group."""
+        videos, is_first = self.vision.videos, dist.get_rank(group) == 0
+        if videos is None or group.size() == 1 or videos.token_id not in batch.token_ids:
+            return
+        prompts = [self.prompt(id) for id in batch.prompts.tolist() if id >= 0 and is_first]
+        shown = [each for prompt in prompts for each in prompt.images if isinstance(each, Video)]
+        known = {video.digest: self.vision.clip(video) for video in shown}
+        videos.clips |= broadcast_object(known, group, 0, device)
+
     def scene(self, batch: Batch) -> ImageInputs:
         """A batch without images gets the smallest one, which no token stands for: the tower's
         weights are sharded, so every rank has to pass through it."""
@@ -429,9 +440,7 @@ class BatchImages:
         device = batch.token_ids.device
         is_image = is_image.to(device)
         videos = self.vision.videos
-        marks = (
-            [self.vision.token_id] if videos is None else [self.vision.token_id, videos.token_id]
-        )
+        marks = [self.vision.token_id, *([] if videos is None else [videos.token_id])]
         if not torch.isin(batch.token_ids[is_image], torch.tensor(marks, device=device)).all():
             raise ValueError("a sequence and the data of its prompt disagree about images")
         shown = [p for view in views for p in view.pixels]

@@ -263,7 +263,7 @@ class PreferenceDataset:
             return Size(sum(lens), escaped, shown, left_out=missing)
 
         measured = measure(files, size, topology, 2 * config.max_tokens, config.on_bad_row)
-        what = "pairs have a conversation"
+        what = "pair", "a conversation"
         report_overlong(files, measured, config.max_tokens, what, topology)
         return cls(files, measured, reader)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmdrl.config import ConfigError, DataConfig, SamplerConfig
+from spmdrl.config.words import counted, verb
 from spmdrl.data.chat import Encoder
 from spmdrl.data.demonstrations import DemonstrationReader
 from spmdrl.data.hints import HintReader
@@ -237,13 +238,15 @@ def handle_overlong(
     if config.overlong_prompts == "error":
         raise ConfigError(
             f"{files.where(int(overlong[0]))}: the prompt has {lengths[overlong[0]]} tokens, the "
-            f"limit max_prompt_tokens is {limit}. {len(overlong)} of {len(rows)} prompts are over "
+            f"limit max_prompt_tokens is {limit}. {len(overlong)} of "
+            f"{counted(len(rows), 'prompt')} {verb(len(overlong), 'are')} over "
             f"it, the longest has {longest}. Raise max_prompt_tokens, or set overlong_prompts to "
             "'filter' or 'truncate'."
         )
     if len(overlong) == len(rows):
         raise ConfigError(
-            f"{files.names}: all {len(rows)} prompts are longer than max_prompt_tokens={limit} "
+            f"{files.names}: all {counted(len(rows), 'prompt')} {verb(len(rows), 'are')} longer "
+            f"than max_prompt_tokens={limit} "
             f"(shortest {usable.min()}, longest {longest} tokens), so none is left. "
             f"Raise max_prompt_tokens to {longest}, or set overlong_prompts to 'truncate'."
             + (

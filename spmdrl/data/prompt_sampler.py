@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from spmdrl.config import ConfigError, DataConfig, require
+from spmdrl.config.words import counted
 from spmdrl.data.prompt_draw import (
     competence,
     counts_of,
@@ -73,7 +74,8 @@ class PromptSampler:
             require(
                 needed <= len(members),
                 f"data.sampler gives {name!r} {share:.3g} of a step, which is up to {needed} of "
-                f"{most} prompts, and it has {len(members)}; a step asks no prompt twice. Lower "
+                f"{counted(most, 'prompt')}, and it has {len(members)}; a step asks no prompt "
+                "twice. Lower "
                 "its weight, or data.prompts_per_step",
             )
 
@@ -83,7 +85,8 @@ class PromptSampler:
             return []
         rows = self.stats.rows
         parts = [
-            f"{share:.3g} of {rows.names[rows.source[members[0]]]!r}, {len(members)} prompts"
+            f"{share:.3g} of {rows.names[rows.source[members[0]]]!r}, "
+            f"{counted(len(members), 'prompt')}"
             for members, share in zip(self.strata, self.shares, strict=True)
         ]
         return [f"  a step is {'; '.join(parts)}"]
@@ -316,7 +319,8 @@ def checked_picks(picked: Any, count: int, length: int) -> list[int]:
     wrong = [place for place in found if not 0 <= place < length]
     if len(set(found)) != len(found) or len(found) != count or wrong:
         raise ConfigError(
-            f"data.sampler.function returned {len(found)} places, {len(set(found))} different ones "
+            f"data.sampler.function returned {counted(len(found), 'place')}, {len(set(found))} "
+            "different ones "
             f"and {len(wrong)} outside of 0 to {length - 1}; expected {count} different ones"
         )
     return found

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmdrl.config import ConfigError, SamplerConfig
+from spmdrl.config.words import counted
 
 BUCKETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # edges of the histogram of success rates
 STORED = {"asked": "<i8", "answered_in": "<i8", "solved_in_a_row": "<i8", "successes": "<f8",
@@ -123,7 +124,8 @@ class PromptStats:
             values = unpacked_array(state[name], kind)
             if len(values) != len(self):
                 raise ConfigError(
-                    f"the checkpoint knows of {len(values)} prompts, and the data has {len(self)}"
+                    f"the checkpoint knows of {counted(len(values), 'prompt')}, and the data has "
+                    f"{len(self)}"
                 )
             setattr(self, name, values)
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmdrl.config import ConfigError, DataConfig, SamplerConfig
+from spmdrl.config.words import counted, verb
 from spmdrl.data.benchmarks import BENCHMARKS
 from spmdrl.data.chat import Encoder
 from spmdrl.data.demonstrations import DemonstrationReader, report_demonstrations
@@ -155,8 +156,9 @@ class PromptDataset:
                     f", or with their hint than max_hint_prompt_tokens={hints.encoder.limit},"
                 )  # fmt: skip
                 logger.info(
-                    "%d of %d prompts are longer than max_prompt_tokens=%d%s and were %s",
-                    *(len(overlong), len(files), config.max_prompt_tokens, more),
+                    "%d of %s %s longer than max_prompt_tokens=%d%s and %s %s",
+                    *(len(overlong), counted(len(files), "prompt"), verb(len(overlong), "are")),
+                    *(config.max_prompt_tokens, more, verb(len(overlong), "were")),
                     word[config.overlong_prompts],
                 )
         seen = checker.of_all_ranks(len(files), topology)

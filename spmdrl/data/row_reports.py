@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from spmdrl.config.words import counted, verb
 from spmdrl.data.chat import Encoder
 from spmdrl.data.pictures import MARK
 from spmdrl.distributed.topology import Topology
@@ -19,9 +20,9 @@ logger = logging.getLogger(__name__)
 def report_escaped(count: int, num_rows: int, topology: Topology) -> None:
     if count and topology.rank == 0:
         logger.warning(
-            "%d of %d rows name control tokens of the tokenizer in their text; these are encoded "
+            "%d of %s %s control tokens of the tokenizer in their text; these are encoded "
             "as ordinary text (data.control_tokens='escape')",
-            *(count, num_rows),
+            *(count, counted(num_rows, "row"), verb(count, "name")),
         )
 
 
@@ -53,11 +54,12 @@ def left_out_lines(counts: Mapping[str, int]) -> list[str]:
 
 
 def shown_counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} in {count} rows" for name, count in counts.items())
+    return ", ".join(f"{name} in {counted(count, 'row')}" for name, count in counts.items())
 
 
 def report_blind(count: int, num_rows: int, topology: Topology) -> None:
     if count and topology.rank == 0:
         logger.warning(
-            "%d of %d rows say %s and have no images: it stays text", *(count, num_rows, MARK)
+            "%d of %s %s %s and %s no images: it stays text",
+            *(count, counted(num_rows, "row"), verb(count, "say"), MARK, verb(count, "have")),
         )

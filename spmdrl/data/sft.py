@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from spmdrl.config import ConfigError, LoraConfig, SftDataConfig
+from spmdrl.config.words import counted, verb
 from spmdrl.data.chat import Encoder
 from spmdrl.data.chat_labels import encode_turns
 from spmdrl.data.images import BatchImages, ImageProcessor
@@ -138,13 +139,14 @@ class SftDataset:
         left_out = usable - len(measured.rows)
         if left_out == usable:
             raise ConfigError(
-                f"{files.names}: in all {usable} rows the prompt alone has at least "
+                f"{files.names}: in all {counted(usable, 'row')} the prompt alone has at least "
                 f"max_tokens={config.max_tokens} tokens. Raise max_tokens."
             )
         if measured.num_overlong and topology.rank == 0:
             logger.info(
-                "%d of %d rows are longer than max_tokens=%d: %d were cut, %d left out",
-                *(measured.num_overlong, len(files), config.max_tokens),
+                "%d of %s %s longer than max_tokens=%d: %d cut, %d left out",
+                *(measured.num_overlong, counted(len(files), "row")),
+                *(verb(measured.num_overlong, "are"), config.max_tokens),
                 *(measured.num_overlong - left_out, left_out),
             )
         num_tokens = np.minimum(measured.num_tokens, config.max_tokens)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import ConfigError
+from spmdrl.config.words import counted, verb
 from spmdrl.data.row_reports import report_blind, report_escaped, report_left_out, sum_by_name
 from spmdrl.data.table_files import BAD_ROW, Files, measure_rows
 from spmdrl.distributed.agreement import gather_to_all
@@ -111,21 +112,22 @@ def measure(
 
 
 def report_overlong(
-    files: Files, measured: Measured, max_tokens: int, what: str, topology: Topology
+    files: Files, measured: Measured, max_tokens: int, what: tuple[str, str], topology: Topology
 ) -> None:
     """Says how many rows are left out for their length. Raises ConfigError where all are.
 
-    what: they have that is too long, such as "pairs have a conversation".
+    what: a row is, and what in it is too long, such as ("pair", "a conversation").
     """
-    usable = len(files) - measured.num_bad
+    usable, (noun, part) = len(files) - measured.num_bad, what
     if len(measured.rows) == 0:
         raise ConfigError(
-            f"{files.names}: all {usable} {what} of more than max_tokens={max_tokens} tokens. "
-            "Raise max_tokens."
+            f"{files.names}: all {counted(usable, noun)} {verb(usable, 'have')} {part} of more "
+            f"than max_tokens={max_tokens} tokens. Raise max_tokens."
         )
     left_out = usable - len(measured.rows)
     if left_out and topology.rank == 0:
         logger.info(
-            "%d of %d %s of more than max_tokens=%d tokens and were left out",
-            *(left_out, len(files), what, max_tokens),
+            "%d of %s %s %s of more than max_tokens=%d tokens and %s left out",
+            *(left_out, counted(len(files), noun), verb(left_out, "have"), part, max_tokens),
+            verb(left_out, "were"),
         )

@@ -20,6 +20,7 @@ import torch
 
 from spmdrl.cli.paths import check_data_file
 from spmdrl.config import ConfigError
+from spmdrl.config.words import counted, verb
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
@@ -273,8 +274,9 @@ def measure_rows(
         raise ConfigError(f"{reasons[0]}{more}, so none is left")
     if topology.rank == 0:
         logger.warning(
-            "%d of %d rows are bad and were left out; the first: %s",
-            *(len(bad), len(files), "; ".join(reasons)),
+            "%d of %s %s bad and %s left out; the first: %s",
+            *(len(bad), counted(len(files), "row"), verb(len(bad), "are"), verb(len(bad), "were")),
+            "; ".join(reasons),
         )
     return lengths
 

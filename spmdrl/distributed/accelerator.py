@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from spmdrl.config import ConfigError
+from spmdrl.config.words import counted
 
 SHARE_GPU = "SPMDRL_SHARE_GPU"  # "1": ranks of a host may share its GPUs; for tests
 SHARED_BY_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own switch for the same
@@ -90,7 +91,8 @@ def check_sharing(ranks_here: int, gpus: int) -> None:
     """
     if os.environ.get(SHARE_GPU) != "1":
         raise ConfigError(
-            f"{ranks_here} ranks on this host, but {gpus} GPUs: use --nproc-per-node at most that, "
+            f"{counted(ranks_here, 'rank')} on this host, but {counted(gpus, 'GPU')}: use "
+            "--nproc-per-node at most that, "
             f"or CUDA_VISIBLE_DEVICES= for a CPU run. For a test, {SHARE_GPU}=1 lets ranks share "
             "GPUs (docs/gpu.md)"
         )
@@ -98,7 +100,8 @@ def check_sharing(ranks_here: int, gpus: int) -> None:
     found = nccl_version()
     if not is_amd() and found is not None and found < LEAST_NCCL_TO_SHARE:
         raise ConfigError(
-            f"{SHARE_GPU}=1 with {ranks_here} ranks on {gpus} GPUs needs NCCL 2.30 or newer, and "
+            f"{SHARE_GPU}=1 with {counted(ranks_here, 'rank')} on {counted(gpus, 'GPU')} needs "
+            "NCCL 2.30 or newer, and "
             f"{'.'.join(map(str, found))} is loaded: pip install --no-deps --target FOLDER "
             "nvidia-nccl-cu13==2.30.7, then set LD_PRELOAD to the libnccl.so.2 in FOLDER"
         )

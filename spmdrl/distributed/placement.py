@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, SupervisedConfig, TrainConfig
+from spmdrl.config.words import counted, verb
 
 Ranks = tuple[int, ...]  # of the job, ascending
 TEACHERS = "teachers."  # what the names of teachers' roles begin with; a data source follows
@@ -70,7 +71,7 @@ def place(config: PpoConfig, world: int) -> Placement:
     idle = sorted(set(range(world)) - set(union(*roles.values())))
     if idle:
         raise ConfigError(
-            f"placement uses {world - len(idle)} of {world} ranks; nothing would run on "
+            f"placement uses {world - len(idle)} of {counted(world, 'rank')}; nothing would run on "
             f"{show_ranks(tuple(idle))}: place a role there, or start fewer ranks"
         )
     return Placement(roles)
@@ -110,14 +111,15 @@ def saved_roles(config: PpoConfig) -> dict[str, TrainConfig]:
 
 
 def reference_is_base(config: PpoConfig, placement: Placement) -> bool:
-    """Whether the reference is the actor's model with its adapter off: no second copy is loaded."""
+    """Whether the reference is the actor's model with its adapter off, whatever its engine: no
+    second copy is loaded.
+    """
     roles, ref = placement.roles, config.ref
     return (
         config.actor.lora is not None
         and "ref" in roles
         and ref.model in (None, config.model)
         and roles["ref"] == roles["actor"]
-        and ref.engine == config.actor.engine
     )
 
 
@@ -130,7 +132,8 @@ def parse_ranks(text: str | int | tuple, world: int, where: str) -> Ranks:
     for first, last in spans_in(text, where, "ranks like '0-3', '4', '0,2,5-7', 'all'"):
         if last >= world:
             raise ConfigError(
-                f"{where}={text!r} needs rank {last}, but there are {world} ranks: 0-{world - 1}"
+                f"{where}={text!r} needs rank {last}, but there {verb(world, 'are')} "
+                f"{counted(world, 'rank')}: 0-{world - 1}"
             )
         ranks += range(first, last + 1)
     if len(set(ranks)) < len(ranks):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.config.words import counted
 from spmdrl.distributed.agreement import lowest
 from spmdrl.distributed.torch_compat import mesh_of_groups, timeout_of, unbound_default_group
 
@@ -258,7 +259,7 @@ def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:
         raise ConfigError(f"only one parallel degree may be -1: {shown}")
     if world % known or (-1 not in degrees.values() and known != world):
         raise ConfigError(
-            f"{shown} does not fit {world} ranks: {known} does not divide {world}. "
+            f"{shown} does not fit {counted(world, 'rank')}: {known} does not divide {world}. "
             f"Degrees that do: {[d for d in range(1, world + 1) if world % d == 0]}"
         )
     return {name: world // known if d == -1 else d for name, d in degrees.items()}

@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from spmdrl.config import ConfigError
+from spmdrl.config.words import counted, verb
 from spmdrl.environments import terminal
 from spmdrl.environments.episodes import Row
 from spmdrl.environments.task_folders import TaskFolder, claimed, readable_copy
@@ -116,7 +117,9 @@ def files_of(task: Path) -> dict[str, Any]:
     steps = [line.split(maxsplit=1) for line in lines if line.strip() and line.lstrip()[0] != "#"]
     workdir = next((s[1].strip() for s in reversed(steps) if s[0].upper() == "WORKDIR"), "/app")
     if num_runs := sum(step[0].upper() == "RUN" for step in steps):
-        logger.warning("%s: %d lines RUN have no effect", dockerfile, num_runs)
+        logger.warning(
+            "%s: %s RUN %s no effect", dockerfile, counted(num_runs, "line"), verb(num_runs, "have")
+        )
     copied = [step[1] for step in steps if step[0].upper() in ("COPY", "ADD")]
     pairs = [pair for names in copied for pair in copies_of(names, workdir, dockerfile)]
     copies = [(str(path.relative_to(task)), target) for path, target in pairs]

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from spmdrl.config.words import counted
 from spmdrl.migration.config_source import Translation, setting
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine",
@@ -32,7 +33,8 @@ def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:
     t.set(
         "data.prompts_per_step",
         max(1, answers // s["num_generations"]),
-        f"per_device_train_batch_size x steps_per_generation x {ranks} ranks / num_generations",
+        f"per_device_train_batch_size x steps_per_generation x {counted(ranks, 'rank')} / "
+        "num_generations",
     )
     mini_batches = max(1, per_generation // accumulated)
     t.set("algo.mini_batches", mini_batches, "steps_per_generation")
@@ -47,7 +49,8 @@ def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:
         )
     if s.get("generation_batch_size", each) % each:
         t.notes[setting("generation_batch_size", s["generation_batch_size"])] = (
-            f"no multiple of the {each} answers of {ranks} ranks: call with --ranks N"
+            f"no multiple of the {counted(each, 'answer')} of {counted(ranks, 'rank')}: call with "
+            "--ranks N"
         )
     updates = max_steps(s)
     if updates:

@@ -22,6 +22,7 @@ from spmdrl.cli.arguments import converted, load_config
 from spmdrl.cli.help import asks_for_help
 from spmdrl.cli.paths import check_paths, check_writable
 from spmdrl.config import ConfigError, PpoConfig
+from spmdrl.config.words import counted
 from spmdrl.distributed.env import without_garbage_collection
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.start import reading
@@ -128,7 +129,8 @@ def tell(
     from spmdrl.rehearse.report import report_lines
 
     title = (
-        f"{BEGINNINGS[0]}{config}, a run on {prepared.world} ranks, here on {prepared.ranks} "
+        f"{BEGINNINGS[0]}{config}, a run on {counted(prepared.world, 'rank')}, here on "
+        f"{prepared.ranks} "
         f"{'GPUs' if prepared.on_gpu else 'CPU ranks'}"
     )
     failed = [f"{o.what}: it failed, see above" for o in outcomes if not o.is_done]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from spmdrl.config.words import counted
 from spmdrl.distributed.nccl_rules.events import Creation, Operation
 from spmdrl.distributed.nccl_rules.rules import Finding, findings, read
 from spmdrl.rehearse.runs import Outcome
@@ -30,7 +31,7 @@ def compare(outcome: Outcome) -> ComparedCollectives:
     if not found:
         return ComparedCollectives([
             f"{outcome.what}: {len(events)} ranks agree in {calls:,} operations over "
-            f"{len(groups)} groups, and in the {made:,} calls that made these"
+            f"{counted(len(groups), 'group')}, and in the {made:,} calls that made these"
         ], [])  # fmt: skip
     lines = [line for each in found for line in str(each).splitlines()]
     return ComparedCollectives(

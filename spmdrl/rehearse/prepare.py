@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from spmdrl.config import ConfigError, PpoConfig
+from spmdrl.config.words import counted
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.distributed.placement import ROLES, place
 from spmdrl.hub.hf_folder import load_tokenizer
@@ -68,7 +69,7 @@ def prepare(
     on_gpu = torch.cuda.is_available()
     scaled, here = scale(config, world, ranks, models, str(folder / "run"), on_gpu)
     if on_gpu and here > torch.cuda.device_count():
-        raise ConfigError(f"--ranks: a rehearsal of this placement needs {here} GPUs")
+        raise ConfigError(f"--ranks: a rehearsal of this placement needs {counted(here, 'GPU')}")
     require_sound(scaled.config, here)
     plan = memory_plan(config, world, train.num_tokens, gpu_gib, train.image_tokens)
     return Prepared(

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from spmdrl.config.words import counted
 from spmdrl.rehearse.probes import Probes
 from spmdrl.rehearse.runs import Outcome, rows_of, samples_of
 from spmdrl.rehearse.scale import Change
@@ -67,7 +68,8 @@ def sample_lines(samples: Sequence[dict[str, Any]]) -> list[str]:
             f"...{row['prompt'][-SHOWN_CHARS:]!r}",
             f"  ground truth {str(row['ground_truth'])[:SHOWN_CHARS]!r}",
             f"  answer {row['response'][:SHOWN_CHARS]!r}",
-            f"  reward {reward}, {row['response_tokens']} tokens, ended by {row['finish_reason']}",
+            f"  reward {reward}, {counted(row['response_tokens'], 'token')}, ended by "
+            f"{row['finish_reason']}",
         ]
     invalid = [row for row in samples if row["invalid"] is not None]
     lines.append(f"invalid: {len(invalid)} of {len(samples)}")

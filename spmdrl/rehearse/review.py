@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from spmdrl.config import PpoConfig, TrainConfig
+from spmdrl.config.words import counted, verb
 from spmdrl.data.chat import TEMPLATE_ERRORS
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.distributed.placement import is_frozen, training_roles
@@ -94,7 +95,8 @@ def failing_rewards(seen: Reviewed) -> Iterator[str]:
     if probes.failed:
         reason, _ = Counter(probes.failed).most_common(1)[0]
         yield (
-            f"the reward fails on {len(probes.failed)} of {probes.tried} answers that were tried, "
+            f"the reward fails on {len(probes.failed)} of {counted(probes.tried, 'answer')} that "
+            "were tried, "
             f"each of which will be an invalid sample: {reason}"
         )
     samples = config.data.prompts_per_step * config.rollout.n
@@ -102,7 +104,8 @@ def failing_rewards(seen: Reviewed) -> Iterator[str]:
     seconds = probes.seconds * samples / workers
     if seconds > SLOW_SHARE_S:
         yield (
-            f"the reward takes {probes.seconds:.2g} s a sample: {samples} samples on {seen.world} "
+            f"the reward takes {probes.seconds:.2g} s a sample: {counted(samples, 'sample')} on "
+            f"{seen.world} "
             f"ranks x rewards.workers={config.rewards.workers} are {seconds:.0f} s of each step"
         )
 
@@ -127,7 +130,8 @@ def lost_rows(seen: Reviewed) -> Iterator[str]:
     whole = len(train) + train.num_overlong
     if train.num_overlong > FEW * whole and data.overlong_prompts == "filter":
         yield (
-            f"{train.num_overlong} of {whole} prompts are longer than data.max_prompt_tokens="
+            f"{train.num_overlong} of {counted(whole, 'prompt')} "
+            f"{verb(train.num_overlong, 'are')} longer than data.max_prompt_tokens="
             f"{data.max_prompt_tokens} and left out: raise it, or the run learns from the short "
             "ones alone"
         )
@@ -163,7 +167,8 @@ def repeated_rows(seen: Reviewed) -> Iterator[str]:
     split = [text for text, found in truths.items() if len(found) > 1]
     if split:
         yield (
-            f"{len(split)} prompts stand in data.train with different ground truths, such as "
+            f"{counted(len(split), 'prompt')} {verb(len(split), 'stand')} in data.train with "
+            "different ground truths, such as "
             f"...{split[0][-80:]!r}: every answer to them is wrong half of the time"
         )
 
@@ -288,7 +293,7 @@ def many_epochs(seen: Reviewed) -> Iterator[str]:
     if passes > 50:
         yield (
             f"steps={config.steps} x prompts_per_step={config.data.prompts_per_step} ask each of "
-            f"{count} prompts {passes:.0f} times"
+            f"{counted(count, 'prompt')} {passes:.0f} times"
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from spmdrl.cli.arguments import entry_of, override
 from spmdrl.cli.paths import model_fields
 from spmdrl.config import KeepSamplesConfig, PpoConfig, TrainConfig
+from spmdrl.config.words import counted
 from spmdrl.distributed.placement import Ranks, place, show_ranks, training_roles
 from spmdrl.rollout.build import ENGINES, HF
 
@@ -121,13 +122,13 @@ def scale_placement(scaled: Scaled, world: int, ranks: int) -> tuple[dict[str, R
     }  # fmt: skip
     if scaled.config.placement:
         small = {name: show_ranks(found[name]) for name in scaled.config.placement}
-        scaled.set("placement", small, f"{world} ranks -> {each * len(order)}")
+        scaled.set("placement", small, f"{counted(world, 'rank')} -> {each * len(order)}")
     return found, each * len(order)
 
 
 def scale_role(scaled: Scaled, name: str, role: TrainConfig, before: int, count: int) -> None:
     """Makes the degrees of a role fit `count` ranks; in the real run it has `before`."""
-    reason = f"{name} has {count} of {before} ranks"
+    reason = f"{name} has {count} of {counted(before, 'rank')}"
     left = count
     if role.engine == "fsdp":
         ulysses = take_half(role.ulysses, left)
@@ -167,7 +168,9 @@ def scale_rollout(scaled: Scaled, roles: Mapping[str, Ranks], on_gpu: bool) -> N
     if "model" in config.rollout.speculative:
         scaled.set("rollout.speculative", {}, "its draft model is not made tiny")
     tp = take_half(value_at(scaled.config, "rollout.tensor_parallel"), len(roles["rollout"]))
-    scaled.set("rollout.tensor_parallel", tp, f"rollout has {len(roles['rollout'])} ranks")
+    scaled.set(
+        "rollout.tensor_parallel", tp, f"rollout has {counted(len(roles['rollout']), 'rank')}"
+    )
     if tp == 1:
         scaled.set("rollout.expert_parallel", False, "without tensor_parallel")
     several = config.tools or config.environment or config.agent
@@ -210,7 +213,7 @@ def scale_judge(scaled: Scaled, roles: Mapping[str, Ranks]) -> None:
         return
     count = len(roles["reward"])
     degree = take_half(judge.tensor_parallel, count)
-    scaled.set("judge.tensor_parallel", degree, f"reward has {count} ranks")
+    scaled.set("judge.tensor_parallel", degree, f"reward has {counted(count, 'rank')}")
     scaled.lower("judge.max_tokens", TOKENS, "small")
     others = rollout.n - 1 + rollout.greedy_baseline
     scaled.lower("judge.opponents", others, f"an answer has {others} others in its group")

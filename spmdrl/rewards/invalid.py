@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import RewardConfig
+from spmdrl.config.words import counted, verb
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import default_store
 from spmdrl.rewards.runner import TooManyInvalid
@@ -49,7 +50,8 @@ class InvalidWatch:
         most = self.config.max_invalid_fraction * self.num_samples
         if count > most and time.monotonic() - self.began > SOON_S:
             raise TooManyInvalid(
-                f"{count} of {self.num_samples} samples have no reward, more than "
+                f"{count} of {counted(self.num_samples, 'sample')} {verb(count, 'have')} no "
+                "reward, more than "
                 f"rewards.max_invalid_fraction={self.config.max_invalid_fraction} allows, before "
                 f"all are scored. The last: {first}"
             )

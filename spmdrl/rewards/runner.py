@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig, RewardFn, SandboxConfig
+from spmdrl.config.words import counted, verb
 from spmdrl.data.visuals import Video
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
@@ -347,6 +348,7 @@ def raise_too_many(
         first = f"{where}: {cause_of(invalid[0].invalid or '')}"
     first = broadcast_object(first, topology.group, quoted)
     raise TooManyInvalid(
-        f"{num_invalid} of {num_samples} samples have no reward, more than "
+        f"{num_invalid} of {counted(num_samples, 'sample')} {verb(num_invalid, 'have')} no "
+        "reward, more than "
         f"rewards.max_invalid_fraction={config.max_invalid_fraction} allows. First: {first}"
     )

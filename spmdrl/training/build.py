@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import KeepSamplesConfig, PpoConfig, SamplerConfig, require
+from spmdrl.config.words import counted
 from spmdrl.data.image_limits import ImageLimits
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.prompt_sampler import PromptSampler
@@ -293,7 +294,8 @@ def build_order(config: PpoConfig, prompts: PromptDataset) -> PromptSampler:
     order = PromptSampler(len(prompts), prompts.marked, config.data, config.seed)
     require(
         asked <= len(prompts),
-        f"data.prompts_per_step={per_step} x rollout.oversample={oversample} = {asked} prompts, "
+        f"data.prompts_per_step={per_step} x rollout.oversample={oversample} = "
+        f"{counted(asked, 'prompt')}, "
         f"but the data has {len(prompts)}",
     )
     order.check_enough(asked)

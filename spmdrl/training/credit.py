@@ -34,7 +34,6 @@ from spmdrl.algo.demonstrations import demonstrated_mask, sampled_mask
 from spmdrl.algo.kl import above_cut
 from spmdrl.algo.losses import (
     SELECTION_OPTIONS,
-    loss_counts,
     loss_of,
     loss_options,
     seq_mean_token_mean,
@@ -49,7 +48,7 @@ from spmdrl.algo.selection import (
     filter_weights,
     token_lottery,
 )
-from spmdrl.config import AlgoConfig, ConfigError, PpoConfig
+from spmdrl.config import AlgoConfig, PpoConfig
 from spmdrl.data.packing import address_order, concatenate
 from spmdrl.distributed.collectives import all_gather_rows, kth_largest
 from spmdrl.distributed.topology import Topology
@@ -404,24 +403,6 @@ def largest(
             least = kth_largest(tickets, max(count, 1) - int(numbers[0]), topology)
             chosen = above | (tied & (tickets >= least))
     return chosen.float()
-
-
-def with_outcome_weights(batch: Batch, topology: Topology) -> Batch:
-    """Returns the batch with weights by which every sample of the mini-batch counts the same, for
-    the process reward model.
-
-    Raises ConfigError where a reward is no label.
-    """
-    rewards = batch.rewards[batch.valid > 0]
-    if len(rewards) and not 0 <= float(rewards.min()) <= float(rewards.max()) <= 1:
-        raise ConfigError(
-            f"advantage='prime' takes rewards as labels in 0..1, got {float(rewards.min()):g} .. "
-            f"{float(rewards.max()):g}: have the reward function return such, or take another "
-            "algo.advantage"
-        )
-    counts = summed(loss_counts(batch.loss_mask, batch.seq_lens), topology)
-    weights = seq_mean_token_mean(batch.loss_mask, batch.seq_lens, counts, 1)
-    return replace(batch, loss_weights=weights)
 
 
 def select_tokens(

@@ -80,6 +80,8 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     rollout: what this rank sampled; None on ranks that do not sample. Returns None on ranks that
     do not train. Raises TooManyInvalid on every rank where too many samples have no reward.
     """
+    for trainer in roles.trainers:
+        trainer.step = step
     if roles.reply_images is not None:
         roles.reply_images.replies.clear()  # of the step before
     if roles.topology.world > 1:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from spmdrl.algo.advantages import asked_keys_of
+from spmdrl.algo.advantages import asked_keys_of, estimator_of
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import ConfigError, LoraConfig, PpoConfig, RewardConfig
+from spmdrl.config.words import counted
 from spmdrl.data.demonstrations import demonstration_lines
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.row_reports import left_out_lines
@@ -35,6 +36,7 @@ from spmdrl.training.checks.packing import trial_lines
 from spmdrl.training.checks.shown import check_kept, check_shown
 from spmdrl.training.collect import check_reward_keys
 from spmdrl.training.elastic import check_memory_of_sizes
+from spmdrl.training.process_reward_model import not_labels
 from spmdrl.training.run_images import with_replies
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
@@ -85,16 +87,17 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
             config = with_length(config, num_prompts)
             check_steps(config, ranks)
             check_kept(config, with_replies(dataset.looks(), config))
-        lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long, "
-                  f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
-                  "in their text",
+        lines += [f"{name} data: {counted(len(dataset), 'prompt')}, "
+                  f"{dataset.num_overlong} over-long, {counted(dataset.num_bad, 'bad row')} left "
+                  f"out, {dataset.num_escaped} with control tokens in their text",
                   *left_out_lines(dataset.left_out), *image_lines(dataset),
                   *demonstration_lines(dataset.demonstrated), *hint_lines(dataset),
                   *adapter_lines(config.actor.lora, dataset.data_sources),
                   *(mixture if name == "train" else []),
                   *held_out_lines(name, len(dataset), config),
                   *scored_examples(examples_of(dataset), rewards, config.rewards,
-                                   asked_keys_of(config.algo) if name == "train" else ()),
+                                   asked_keys_of(config.algo) if name == "train" else (),
+                                   name == "train" and estimator_of(config.algo).prm),
                   *scored_demonstrations(examples_of(dataset), rewards, tokenizer)]  # fmt: skip
     rewards.close()
     if has_dialogue(config):
@@ -124,7 +127,7 @@ def image_lines(dataset: PromptDataset) -> list[str]:
     if most.videos:
         lines.append(
             f"  videos: at most {most.videos} in a prompt, and {most.largest_video[0]} tokens in "
-            f"one, of {most.largest_video[1]} steps in time"
+            f"one, of {counted(most.largest_video[1], 'step')} in time"
         )
     return lines
 
@@ -154,7 +157,10 @@ def held_out_lines(name: str, num_prompts: int, config: PpoConfig) -> list[str]:
     if name != "eval":
         return []
     asked = min(num_prompts, config.data.max_eval_prompts or num_prompts)
-    return [f"  {asked} of them asked at each evaluation, {asked * config.eval_samples} answers"]
+    return [
+        f"  {asked} of them asked at each evaluation, "
+        f"{counted(asked * config.eval_samples, 'answer')}"
+    ]
 
 
 def examples_of(dataset: PromptDataset) -> list[Prompt]:
@@ -164,14 +170,16 @@ def examples_of(dataset: PromptDataset) -> list[Prompt]:
 
 
 def scored_examples(
-    prompts: list[Prompt], rewards: Any, config: RewardConfig, keys: tuple[str, ...] = ()
-) -> list[str]:
+    prompts: list[Prompt], rewards: Any, config: RewardConfig, keys: tuple[str, ...] = (),
+    labels: bool = False,
+) -> list[str]:  # fmt: skip
     """Scores each ground truth as if it were the answer, and shows the first. keys: what the
-    algorithm reads of what the reward returns.
+    algorithm reads of what the reward returns. labels: the algorithm takes rewards as labels.
 
     Raises ConfigError where the reward fails on more of them than a step may have invalid samples,
     or returns one of the keys for none of them, though it finds some right. One that finds none
-    right may want more than the bare answer, and return the keys with it.
+    right may want more than the bare answer, and return the keys with it. Raises ConfigError as
+    well where a reward should be a label and is none.
     """
     first = prompts[0]
     shown = f"  prompt {first.id} ({first.data_source}): ...{first.text[-200:]!r}"
@@ -182,6 +190,8 @@ def scored_examples(
         if prompt.ground_truth is not None and not asks[prompt.data_source]
     ]
     rewards.score(samples)
+    if labels:
+        check_labels(samples, rewards)
     scored = [sample for sample in samples if sample.invalid is None]
     finds_right = any(sample.reward for sample in scored)
     check_reward_keys(samples, keys)
@@ -189,14 +199,15 @@ def scored_examples(
     num_lacking = sum(sample.invalid is not None for sample in scored)
     if failed:
         told = (
-            f"the reward fails on {len(failed)} of {len(samples)} ground truths given as answers; "
+            f"the reward fails on {len(failed)} of {counted(len(samples), 'ground truth')} given "
+            "as answers; "
             f"prompt {failed[0].prompt.id} ({failed[0].prompt.data_source}), "
             f"{str(failed[0].prompt.ground_truth)[:60]!r}: {last_line(failed[0].invalid)}"
         )
-        counted = len(failed)
+        num_failed = len(failed)
         if not (finds_right and num_lacking == len(scored)):
-            counted -= num_lacking
-        if counted > config.max_invalid_fraction * len(samples):
+            num_failed -= num_lacking
+        if num_failed > config.max_invalid_fraction * len(samples):
             raise ConfigError(told)
         logger.warning(told)
     if asks[first.data_source]:
@@ -208,6 +219,17 @@ def scored_examples(
     if sample.reward == 0:
         verdict += " (right only if the grader wants more than the bare answer)"
     return [shown, f"  reward of its ground truth {sample.response!r} as the answer: {verdict}"]
+
+
+def check_labels(samples: list[Sample], rewards: Any) -> None:
+    """Raises ConfigError where a reward of these samples, or of an empty answer to the same
+    prompts, is no label of PRIME's. An empty answer shows what a wrong one is given.
+    """
+    empty = [answered(sample.prompt, "") for sample in samples]
+    rewards.score(empty)
+    found = [sample.reward for sample in (*samples, *empty) if sample.reward is not None]
+    if found and (told := not_labels(min(found), max(found))):
+        raise ConfigError(f"{told}. These are of ground truths and empty answers")
 
 
 def asked_by(prompts: list[Prompt], rewards: Any) -> dict[str, list[str]]:
@@ -231,7 +253,7 @@ def scored_demonstrations(prompts: list[Prompt], rewards: Any, tokenizer: Any) -
     rewards.score(samples)
     found = [sample.reward for sample in samples if sample.reward is not None]
     mean = f"mean {fmean(found):g}" if found else "none, it fails"
-    return [f"  reward of a demonstration, of {len(samples)} prompts: {mean}"]
+    return [f"  reward of a demonstration, of {counted(len(samples), 'prompt')}: {mean}"]
 
 
 def answered(prompt: Prompt, answer: str) -> Sample:

@@ -18,6 +18,7 @@ from spmdrl.checkpoint.disk_space import bytes_in, free_bytes, mib
 from spmdrl.checkpoint.format import read_run
 from spmdrl.checkpoint.in_memory import Hosts, InMemory, InMemoryCheckpoint, find_in_memory
 from spmdrl.config import ConfigError, RunConfig
+from spmdrl.config.words import counted
 from spmdrl.training.checks.memory_fit import Planner, check_memory
 from spmdrl.training.runtime import Runtime
 
@@ -39,7 +40,9 @@ class SizeChange:
     def line(self) -> str:
         """Says what has changed, what is gone on from, and how long ago that was."""
         before, now = self.ranks
-        sizes = f"{now} ranks" if before in (None, now) else f"{before} -> {now} ranks"
+        sizes = counted(now, "rank")
+        if before not in (None, now):
+            sizes = f"{before} -> {sizes}"
         words = [sizes, *members(*self.hosts)]
         wrong = "; ".join(self.passed)
         if self.step is None:
@@ -159,7 +162,8 @@ def check_sizes(sound: Callable[[C, int], None], config: C, runtime: Runtime) ->
             sound(config, nodes * here)
         except ConfigError as error:
             raise ConfigError(
-                f"with {nodes} hosts, {nodes * here} ranks in all, which --nnodes "
+                f"with {counted(nodes, 'host')}, {counted(nodes * here, 'rank')} in all, which "
+                "--nnodes "
                 f"{job.min_nodes}:{job.max_nodes} allows: {error}"
             ) from error
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import require
+from spmdrl.config.words import counted
 from spmdrl.data.packing import pack_samples
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.engines.external_actor import ExternalActor
@@ -41,7 +42,8 @@ def check_gap(run: RlRun, host: ExternalActor, tolerance: float | None) -> float
         require(
             mean <= allowed,  # not where it is no number
             f"attach: the host's model is not what config.model ({config.model}) describes: over "
-            f"{count} sampled tokens the log-probabilities of the rollout engine and of the host "
+            f"{counted(count, 'sampled token')} the log-probabilities of the rollout engine and "
+            "of the host "
             f"differ by {mean:.3g} on average, by {largest:.3g} at most, and "
             f"{allowed:g} is allowed ({precision(run, host.dtype)}). The engine has the host's "
             "weights, so the two compute something else with them: compare the host's arguments "

@@ -16,6 +16,7 @@ from spmdrl.cli.arguments import override
 from spmdrl.cli.hub_names import HubName, as_tuple, data_name, model_name, with_names
 from spmdrl.cli.paths import check_paths, model_fields
 from spmdrl.config import ConfigError, RunConfig
+from spmdrl.config.words import counted
 from spmdrl.distributed.once_per_host import once_per_host
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.progress import PROGRESS
@@ -116,7 +117,7 @@ def reporter(name: HubName, phases: Phases) -> Report:
 
 
 def source_line(field: str, name: HubName, paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
+    more = f" and {counted(len(paths) - 1, 'more file')}" if len(paths) > 1 else ""
     return f"{field}: {name} of {hub_of(name).endpoint()}, here {paths[0]}{more}"
 
 
@@ -126,7 +127,8 @@ def weights_line(name: HubName) -> str:
     if not found.files:
         return f"  its weights are in {hub_of(name).cache_folder()} already"
     return (
-        f"  a run downloads its weights as well: {found.files} files, {found.size / 1e9:.3g} GB "
+        f"  a run downloads its weights as well: {counted(found.files, 'file')}, "
+        f"{found.size / 1e9:.3g} GB "
         f"from {hub_of(name).endpoint()} to {hub_of(name).cache_folder()}"
     )
 

@@ -12,6 +12,7 @@ from spmdrl.checkpoint.earlier_runs import set_aside
 from spmdrl.checkpoint.job import began_at, restarts, write_job
 from spmdrl.checkpoint.run_dir import lock_run_dir, write_config
 from spmdrl.config import ConfigError, RunConfig
+from spmdrl.config.words import counted
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.training.elastic import SizeChange, in_memory_every, look_in_memory
@@ -128,7 +129,7 @@ def opening_lines(
     if start.folder is None:
         none = f"resume: no checkpoint in {config.run_dir}/checkpoints: the run begins at step 0"
         return [none] if config.resume == "auto" else []
-    lines = [f"resumed from {start.folder}: {done} steps done", *same.lines]
+    lines = [f"resumed from {start.folder}: {counted(done, 'step')} done", *same.lines]
     if not goes_on:
         lines.append("resume: a new epoch begins: the rows, or their order, are not what they were")
     return lines

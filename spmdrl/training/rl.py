@@ -13,6 +13,7 @@ from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.writer import RankState
 from spmdrl.config import ConfigError, PpoConfig, support_width
+from spmdrl.config.words import counted
 from spmdrl.distributed.agreement import gather_to_first
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.placement import saved_roles
@@ -195,7 +196,7 @@ def held_out_metrics(run: RlRun, step: int, log: RunLog) -> dict[str, float]:
     # the rank that logs may not sample
     with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
         metrics = broadcast_object(metrics, roles.topology.control, roles.sampling.ranks[0])
-    log.held_out_line(step, of_evaluation(metrics), f"{len(run.held_out)} prompts")
+    log.held_out_line(step, of_evaluation(metrics), counted(len(run.held_out), "prompt"))
     return metrics
 
 

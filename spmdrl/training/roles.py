@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.algo.algorithm import Algorithm
+from spmdrl.algo.own_functions import TAKEN, name_of
 from spmdrl.config import PpoConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.data.routing import Routing
@@ -48,6 +50,8 @@ class Trainer:
     started_from: str | None = None  # digest of weights that another engine gave it at the start
     skipped: int = 0  # updates, for a loss or a gradient that is not finite
     skipped_in_a_row: int = 0
+    step: int = 0  # that is under way; 0: not known
+    told: set[str] = field(default_factory=set)  # metrics of which it was said that they overflow
 
     @property
     def here(self) -> bool:
@@ -195,12 +199,31 @@ def train(
         updates.append(found | known if found else found)
     done = [update for update in updates if update]
     skipped = {"skipped_updates": float(trainer.skipped - skipped_before)}
-    return (skipped if config.nan_updates else {}) | {
+    metrics = {
         name: max(u[name] for u in done)
         if name.endswith("_max")
         else sum(u[name] for u in done) / len(done)
         for name in (done[0] if done else ())
     }
+    if not all(map(math.isfinite, metrics.values())):
+        warn_of_overflow(trainer, metrics, config)
+    return (skipped if config.nan_updates else {}) | metrics
+
+
+def warn_of_overflow(trainer: Trainer, metrics: dict[str, float], config: PpoConfig) -> None:
+    """Warns once of each metric that is not finite, and names the user's loss that returned it."""
+    loss = config.algo.policy_loss
+    for name, value in metrics.items():
+        if math.isfinite(value) or name in trainer.told:
+            continue
+        trainer.told.add(name)
+        is_own = trainer.name == "actor" and not isinstance(loss, str) and name not in TAKEN
+        whose = f" of algo.policy_loss: {name_of(loss)}" if is_own else ""
+        if trainer.topology.rank == 0:
+            logger.warning(
+                "step %d: the metric %s/%s%s is %g: metrics.jsonl has null in its place",
+                trainer.step, trainer.name, name, whose, value,
+            )  # fmt: skip
 
 
 def update(
@@ -215,11 +238,12 @@ def update(
     except FloatingPointError as error:
         trainer.skipped += 1
         trainer.skipped_in_a_row += 1
+        told = f"{error} (step {trainer.step})" if trainer.step else str(error)
         if trainer.skipped_in_a_row > nan_updates:
-            raise
+            raise FloatingPointError(told) from error
         if trainer.topology.rank == 0:
             in_a_row = trainer.skipped_in_a_row
-            logger.warning("%s: passed over, %d in a row: %s", trainer.name, in_a_row, error)
+            logger.warning("%s: passed over, %d in a row: %s", trainer.name, in_a_row, told)
         return {}
     trainer.skipped_in_a_row = 0
     return found

@@ -27,6 +27,7 @@ from spmdrl.algo.preference_losses import PreferenceLoss, needs_reference, prefe
 from spmdrl.cli.arguments import field_text
 from spmdrl.cli.function_code import as_text, code_of, is_users
 from spmdrl.config import MOVED, PpoConfig, PreferenceTrainingConfig, RunConfig, SupervisedConfig
+from spmdrl.config.words import counted
 from spmdrl.data.pictures import pictures_of
 from spmdrl.data.table_files import BadRow, Files
 from spmdrl.data.videos import videos_of
@@ -364,7 +365,9 @@ def of_data(before: Tree, now: Tree) -> Iterator[Difference]:
             continue
         kind = "data" if name == "train" else None  # held-out rows change no weight
         if len(old) != len(new):
-            yield Difference(kind, f"data.{name}: {len(old)} files -> {len(new)} files")
+            yield Difference(
+                kind, f"data.{name}: {counted(len(old), 'file')} -> {counted(len(new), 'file')}"
+            )
             continue
         for was, is_ in zip(old, new, strict=True):
             if was["sha256"] != is_["sha256"]:

@@ -29,6 +29,7 @@ from spmdrl.config import (
     SupervisedConfig,
     require,
 )
+from spmdrl.config.words import counted
 from spmdrl.data.answers import as_sft
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.prompt_order import PromptOrder
@@ -228,7 +229,8 @@ def load_data(
             each.route(config.actor.lora, topology, trained=each is rows)
     require(
         data.batch_size <= len(rows),
-        f"data.batch_size={data.batch_size} is above the {len(rows)} rows that can be learnt, and "
+        f"data.batch_size={data.batch_size} is above the {counted(len(rows), 'row')} that can be "
+        "learnt, and "
         "a step takes none twice",
     )
     return rows, held_out, PromptOrder(len(rows), data.batch_size, config.seed, data.shuffle)
@@ -294,7 +296,7 @@ def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str
             PROGRESS.count(chosen.stop, len(rows), "rows")
         means = {name: sum_over_ranks(sums[name], topology) / total for name in sums}
     found = run.task.summary(means)
-    log.held_out_line(step, of_rows(found, tuple(found)), f"{len(rows)} rows")
+    log.held_out_line(step, of_rows(found, tuple(found)), counted(len(rows), "row"))
     return {f"eval/{name}": value for name, value in found.items()}
 
 
@@ -384,8 +386,10 @@ def shown(name: str, rows: Rows) -> list[str]:
     """A data set's counts and its first row."""
     found = rows.measured
     return [
-        f"{name} data: {len(rows)} rows of {found.num_tokens.sum():,} tokens, the longest "
-        f"{found.num_tokens.max()}; {found.num_overlong} over max_tokens, {found.num_bad} bad rows "
+        f"{name} data: {counted(len(rows), 'row')} of {found.num_tokens.sum():,} tokens, the "
+        "longest "
+        f"{found.num_tokens.max()}; {found.num_overlong} over max_tokens, "
+        f"{counted(found.num_bad, 'bad row')} "
         f"left out, {found.num_escaped} with control tokens in their text",
         *left_out_lines(found.left_out),
         *rows.shown(),

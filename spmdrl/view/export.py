@@ -6,6 +6,7 @@ import base64
 import json
 from typing import Any
 
+from spmdrl.config.words import counted
 from spmdrl.view.runs import Answer, Questions, Run
 from spmdrl.view.server import image_type
 
@@ -67,7 +68,8 @@ def samples_of(
         left_out.append(f"{run.name}: samples of {held:,} of {total:,} files are on this page.")
     if shortened:
         left_out.append(
-            f"{run.name}: of {shortened} files the first {MOST_ROWS} samples are on this page."
+            f"{run.name}: of {counted(shortened, 'file')} the first {MOST_ROWS} samples are on "
+            "this page."
         )
     return {kind: dict(sorted(steps.items())) for kind, steps in chosen.items() if steps}, images
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import ConfigError
+from spmdrl.config.words import counted, verb
 from spmdrl.view.metric_table import MetricTable
 from spmdrl.view.sample_index import FILTERS, FileIndex, RowInfo, SampleFiles
 from spmdrl.view.sample_rows import OF_TOKENS, UNREADABLE, Row, holds_text, lowered, row_of
@@ -92,7 +93,8 @@ class Run:
         if self.metrics.state is None:
             yield "There is no metrics.jsonl yet, so there are no curves."
         if self.metrics.damaged:
-            yield f"{self.metrics.damaged} lines of metrics.jsonl are damaged and are left out."
+            lines, are = counted(self.metrics.damaged, "line"), verb(self.metrics.damaged, "are")
+            yield f"{lines} of metrics.jsonl {are} damaged and {are} left out."
         for path in sorted((self.folder / "errors").glob("rank_*.json"))[:4]:
             yield f"{path.stem.replace('_', ' ')} failed: {failure_in(path)}"
 

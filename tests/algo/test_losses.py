@@ -19,7 +19,7 @@ from spmdrl.algo.correction import (
     rejection_keep,
     take_mismatch,
 )
-from spmdrl.algo.own_functions import TAKEN
+from spmdrl.algo.own_functions import TAKEN, without_faults
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.types import Batch
@@ -534,7 +534,11 @@ def test_functions_of_the_users_take_the_place_of_names():
 
     def my_loss(logprobs, old_logprobs, mb: Batch, *, scale=1.0):
         ones = torch.ones_like(logprobs)
-        return -mb.advantages * logprobs * scale, {"mine": ones, "mine_max": 7 * ones}
+        return -mb.advantages * logprobs * scale, {
+            "mine": ones,
+            "mine_max": 7 * ones,
+            "one_max": 8 * ones[0],
+        }
 
     def my_aggregation(mask, seq_lens, counts, norm_length):
         return mask / norm_length
@@ -549,7 +553,28 @@ def test_functions_of_the_users_take_the_place_of_names():
     per_token = -batch.advantages * new * 2 + 0.1 * (new - batch.ref_logprobs) ** 4
     torch.testing.assert_close(loss, (per_token * batch.loss_mask).sum() / 12)
     assert float(sums["mine"]) == float(batch.loss_mask.sum())
-    assert float(sums["mine_max"]) == 7
+    assert (float(sums["mine_max"]), float(sums["one_max"])) == (7, 8)
+    assert without_faults({n: float(s) for n, s in sums.items()})[1] == ""
+
+
+def test_a_loss_of_the_users_that_is_not_finite_is_named_where_what_it_was_given_is():
+    _, batch, new = objective_batch(0)
+    batch.loss_weights = batch.loss_mask / 12
+
+    def my_loss(logprobs, old_logprobs, mb):
+        return logprobs / (1 - mb.loss_mask), {}
+
+    objective = objectives.policy_objective(AlgoConfig(policy_loss=my_loss))
+
+    def said():
+        _, sums = objective(new, torch.zeros_like(new), batch)
+        kept, told = without_faults({name: float(total) for name, total in sums.items()})
+        assert "ppo_kl" in kept and not any("my_loss" in name for name in kept)
+        return told
+
+    assert said() == ", as algo.policy_loss: my_loss returned losses that are not finite"
+    batch.advantages[0] = float("nan")
+    assert said() == ""
 
 
 @pytest.mark.parametrize(

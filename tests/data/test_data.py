@@ -332,7 +332,7 @@ def test_bad_rows_can_be_skipped(topology, tokenizer, tmp_path, caplog):
     with pytest.raises(ConfigError, match=r"line 1: .*2 of 2 rows are bad.*so none is left"):
         load(topology, tokenizer, path, on_bad_row="skip")
     path = write(tmp_path / "c.jsonl", [row(prompt=3), row("q" * 99)])
-    with pytest.raises(ConfigError, match=r"all 1 prompts .*shortest 108, longest 108"):
+    with pytest.raises(ConfigError, match=r"all 1 prompt is longer .*shortest 108, longest 108"):
         load(topology, tokenizer, path, on_bad_row="skip", max_prompt_tokens=20)
 
 

@@ -61,7 +61,7 @@ def test_every_form_becomes_tokens_and_eos(topology, tokenizer, tmp_path, caplog
         assert [tokenizer.decode(ids[:-1]) for ids in found] == texts, name
     assert data.prompt(len(FORMS)).demonstrations == ()
     assert data.demonstrated == {"given": 10, "overlong": 1, "rows": 7}
-    assert "1 of 10 demonstrations are longer than rollout.max_tokens=24" in caplog.text
+    assert "1 of 10 demonstrations is longer than rollout.max_tokens=24" in caplog.text
     (line,) = demonstration_lines(data.demonstrated)
     assert "10, 1 of them too long; 7 rows" in line
     # held-out prompts have none, whatever their rows hold

@@ -79,7 +79,7 @@ def test_too_long_with_its_hint(topology, tokenizer, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         data = load(topology, tokenizer, path, **limits)
     assert [data.prompt(i).id for i in range(len(data))] == [0, 2] and data.num_overlong == 1
-    assert "1 of 3 prompts are longer" in caplog.text
+    assert "1 of 3 prompts is longer" in caplog.text
     assert "with their hint than max_hint_prompt_tokens=16" in caplog.text
     cut = load(topology, tokenizer, path, overlong_prompts="truncate", **limits)
     assert cut.prompt(1).text == "1+1?"

@@ -286,7 +286,7 @@ def test_functions_of_the_users_choose() -> None:
     least = sampler_of({"a": 24}, 8, function=least_known)
     assert sorted(itertools.chain(*run(least, range(1, 4), {}))) == list(range(24))
     for wrong, words in (
-        ([1, 1], "2 places, 1 different"), ([1, 200], "1 outside of 0 to 99"), ([1], "1 places"),
+        ([1, 1], "2 places, 1 different"), ([1, 200], "1 outside of 0 to 99"), ([1], "1 place,"),
         ([0.5, 1], "expected 2 integers"), (None, "expected 2 integers"),
     ):  # fmt: skip
         bad = sampler_of({"a": 100}, 8, function=lambda *_, wrong=wrong: wrong)

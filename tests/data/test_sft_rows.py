@@ -112,4 +112,4 @@ def test_sft_bad_rows_can_be_skipped(topology, tokenizer, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "spmdrl"):
         data = load_sft(topology, tokenizer, path, on_bad_row="skip", max_tokens=40)
     assert (len(data), data.measured.num_bad, data.measured.num_overlong) == (2, 1, 2)
-    assert "1 of 4 rows are bad" in caplog.text and "1 were cut, 1 left out" in caplog.text
+    assert "1 of 4 rows is bad" in caplog.text and "1 cut, 1 left out" in caplog.text

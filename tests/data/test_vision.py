@@ -194,7 +194,7 @@ def test_rows_with_parts_and_blind_ones(
     spell = data.encoder.tokenizer.decode
     assert [spell(data.prompt(i).token_ids) for i in range(2)] == ["u:hia:", "u:<image>a:"]
     assert data.images.blind == 1
-    assert "1 of 3 rows say <image> and have no images" in caplog.text
+    assert "1 of 3 rows says <image> and has no images" in caplog.text
 
 
 @pytest.mark.parametrize(

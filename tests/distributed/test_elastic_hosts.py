@@ -83,7 +83,7 @@ def test_a_host_is_lost_and_comes_back(network, qwen3, tmp_path):
     assert left_in_memory(right)  # nobody was there to remove it
     open_gate(tmp_path, 5)
     what, step, lost_s = told(wait_for("elastic: .*", sides))
-    assert what == "2 -> 1 ranks, host right lost"
+    assert what == "2 -> 1 rank, host right lost"
     assert step in (2, 3) and lost_s < 90
     wait_for("step 5/", sides)
 
@@ -122,7 +122,7 @@ def test_the_first_host_leaves_in_order(network, qwen3, tmp_path):
     os.kill(sides[0].launcher.pid, signal.SIGTERM)
     wait_for("SIGTERM: the run stops after this step", sides)
     open_gate(tmp_path, STEPS)
-    assert told(wait_for("elastic: .*", sides))[:2] == ("2 -> 1 ranks, host left lost", 3)
+    assert told(wait_for("elastic: .*", sides))[:2] == ("2 -> 1 rank, host left lost", 3)
     assert [side.wait(90) for side in sides] == [75, 0], sides[1].text()[-5000:]
     assert left_in_memory(both[0]) == left_in_memory(both[1]) == []
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, STEPS + 1))

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
@@ -29,6 +30,9 @@ from programs import (
     wait_for,
 )
 from ranks import SERVER, free_port
+
+from spmdrl.training.logs.summary import read_rows
+from spmdrl.view.metric_table import MetricTable
 
 pytestmark = pytest.mark.ranks
 
@@ -404,6 +408,44 @@ spmdrl.training.step.add_advantages = broken
     assert rows[3]["actor/loss"] == rows[3]["actor/loss"]
     assert "FloatingPointError: update 3: loss nan" in done.output
     assert "passed over, 2 in a row" in done.output
+
+
+OWN_LOSS = """
+import os
+from dataclasses import replace
+calls = []
+def my_loss(logprobs, old_logprobs, mb):
+    if mb.loss_mask.any():
+        calls.append(0)
+    wrong = float("nan") if os.environ["RANK"] == "1" and len(calls) == 3 else 1.0
+    far = logprobs.detach() * 0 + float("inf" if len(calls) == 2 else "1")
+    return -mb.advantages * logprobs * wrong, {"far": far, "near": 0 * far}
+actor = replace(config.actor, micro_batch_tokens=4096)
+config = replace(config, algo=replace(config.algo, policy_loss=my_loss), actor=actor)
+"""
+
+
+def test_a_loss_of_the_users_that_is_not_finite_is_told_with_its_name_and_step(folder):
+    """The second step's metric is infinite, the third step's losses are no numbers on one rank."""
+    Path(folder, "cfg.py").write_text(CONFIG + OWN_LOSS)
+    done = torchrun(folder, 2, "--config", "cfg.py", "--steps", "4")
+    assert done.code == 1
+    assert (
+        "FloatingPointError: update 3: loss nan, gradient norm nan, as algo.policy_loss: my_loss "
+        "returned losses that are not finite; the weights are unchanged (step 3); last"
+    ) in done.output
+    for name in ("far", "near"):
+        said = f"step 2: the metric actor/{name} of algo.policy_loss: my_loss is "
+        assert done.output.count(said) == 1
+    lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [row.get("actor/far") for row in rows] == [None, 1, None]
+    table = MetricTable(Path(folder, "run/metrics.jsonl"))
+    table.update()
+    assert table.damaged == 0
+    assert table.one("actor/far", 9) == {"steps": [1], "values": [1]}
+    assert table.one("actor/loss", 9)["steps"] == [1, 2]
+    assert [math.isnan(row["actor/far"]) for row in read_rows(folder / "run")[1:]] == [False, True]
 
 
 @pytest.mark.parametrize(("rank", "cause"), [

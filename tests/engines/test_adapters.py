@@ -119,6 +119,9 @@ def test_memory_is_of_what_is_trained(qwen3):
     assert head.trainable == adapters + 65
     text = describe(ppo_config(qwen3, actor=LORA, algo=REF), 2, 100)
     assert "of them trained (lora)" in text and "the actor's weights with its adapter off" in text
+    text = describe(ppo_config(qwen3, actor=replace(layout, ema=None), algo=REF), 2, 100)
+    assert "the actor's weights with its adapter off" in text  # whose ref.engine is the default
+    assert "ref      ranks 0-1: the actor, its adapter off" in text
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from ranks import run_calls
 from tiny_models import save_qwen3
 from training_batches import CONFIG, engine_on, whole_batch
 
+from spmdrl.algo.own_functions import fault_of
 from spmdrl.config import AlgoConfig, OptimConfig
 
 pytestmark = [pytest.mark.ranks, pytest.mark.strict_nccl]
@@ -218,7 +219,8 @@ def nan_on(topology, model):
     poison = float("nan") if topology.rank == 1 else 1.0
 
     def loss_fn(logprobs, entropy, mb):
-        return (logprobs * mb.loss_weights).sum() * poison, {}
+        losses = logprobs * mb.loss_weights * poison
+        return losses.sum(), fault_of("my loss", losses, logprobs)
 
     try:
         engine.update(batch, loss_fn, 1.0)
@@ -232,6 +234,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_keeps_the_weights(runs):
     for result in runs[2, "nan"]:
         assert result is not None
         assert "update 1: loss nan" in result[0]
+        assert ", as my loss returned losses that are not finite; the weights" in result[0]
         assert result[1]
 
 

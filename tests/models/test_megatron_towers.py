@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 import torch
 from families import BY_KIND, save_tiny
+from plan_configs import ppo_config
 from proofs import batch_with_images, images_of
 from ranks import groups_that_end, run_ranks
 from rollout_checks import pushed_to_hf, weights_copied
 from safetensors.torch import load_file, save_file
 from training_batches import CONFIG, on_data_ranks
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Llama4Config, LlavaConfig, SmolVLMConfig
 from vision_checks import logprobs_alone, prompts_of, vision_of
 
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines.megatron.hf_mapping import Folder
 from spmdrl.engines.megatron.towers import language_part, own_name
 from spmdrl.hub.hf_folder import keep_tower, load_hf_config
-from spmdrl.training.checks.common import check_megatron, check_vision
+from spmdrl.training.checks.common import check_megatron, check_vision, keep_towers
 from spmdrl.training.checks.memory import memory_of
 from spmdrl.training.checks.model_shape import shape_of
 from spmdrl.weights.boxes import view, whole
@@ -244,6 +245,12 @@ def test_what_is_not_trained_beside_its_tower_is_refused(tmp_path: Path) -> None
         keep_tower(model)
         with pytest.raises(ConfigError, match=reason):
             check_vision(load_hf_config(model), {"actor": role})
+    for config in (LlavaConfig(), SmolVLMConfig(), Llama4Config()):
+        folder = tmp_path / config.model_type
+        config.save_pretrained(folder)
+        tower = f"model type '{config.model_type}' has no tower for images that is understood here"
+        with pytest.raises(ConfigError, match=tower):
+            keep_towers(ppo_config(folder, actor=role, vision_tower=True))
     gemma = str(save_tiny(BY_KIND["gemma3 with images"], tmp_path / "gemma3"))
     keep_tower(gemma)
     check_megatron("actor", role, gemma, 1)

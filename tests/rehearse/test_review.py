@@ -144,7 +144,7 @@ def test_mistakes_in_the_data_are_named(said, tmp_path):
     assert_says(found, "3 of 11 held-out prompts that were read are among those")
     two = [*ROWS, {"prompt": "1+1=", "answer": "3"}]
     (found,) = said(data={"train": write(tmp_path / "two.jsonl", two)})
-    assert_says(found, "1 prompts stand in data.train with different ground truths")
+    assert_says(found, "1 prompt stands in data.train with different ground truths")
     twice = [{**row, "prompt": f"<bos><bos>{row['prompt']}"} for row in ROWS]
     (found,) = said(data={"train": write(tmp_path / "bos.jsonl", twice)})
     assert_says(found, "prompts begin with '<bos>' twice")

@@ -70,6 +70,8 @@ from spmdrl.rollout.multi_turn.reply_encoder import prompts_of, turns_of
 from spmdrl.rollout.multi_turn.tools import Toolbox, schema_of
 from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
 from spmdrl.training.checks.turns import check_turns
+from spmdrl.training.logs.metrics import count_replies
+from spmdrl.types import Sample
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +236,28 @@ def test_turns_and_tokens_are_limited(talk: Any, tokenizer: Any) -> None:
     once = talk(tools=(multiply,), multi_turn=MultiTurnConfig(max_turns=1))
     assert answer(once, turn).finish_reason == "turns"
     short = talk(SamplingParams(max_tokens=len(turn.token_ids) + 5), tools=(multiply,))
-    assert answer(short, turn) == replace(turn, finish_reason="length")
+    cut = answer(short, turn)
+    assert cut == replace(turn, finish_reason="length", replies=cut.replies)
+    [sample] = as_samples([SampleRequest(PROMPT, 0, 0, 0)], [unpack(pack({0: cut}))[0]], tokenizer)
+    unread = [{"role": "tool", "name": "multiply"}]
+    spoken = text.removesuffix("<|im_end|>")
+    assert sample.messages == [{"role": "assistant", "content": spoken, "unread_calls": unread}]
+    assert completion_of(sample) == cut
+    wrong = said(tokenizer, call("bad") + "<|im_end|>")
+    least = talk(SamplingParams(max_tokens=len(wrong.token_ids) + 1), tools=(bad,))
+    assert json.loads(answer(least, wrong).replies[0])[0]["unread_calls"][0]["is_error"]
+
+
+def test_calls_whose_replies_do_not_fit_are_counted() -> None:
+    read = [{"role": "tool", "name": "f", "content": "1"}]
+    unread = [{"role": "tool", "name": "f"}, {"role": "tool", "name": "g", "is_error": True}]
+    last = {"role": "assistant", "content": "", "unread_calls": unread}
+    messages = [{"role": "assistant", "content": ""}, *read, last]
+    sample = Sample(PROMPT, 0, 0, [], [], [], [], "length", messages=messages)
+    found: dict[str, list[float]] = {}
+    count_replies(sample, lambda name, value: found.setdefault(name, []).append(value))
+    assert found["tools/calls"] == [3]
+    assert found["tools/failed"] == [0, 0, 1] and found["tools/unread"] == [0, 1, 1]
 
 
 @pytest.mark.programs

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from plan_configs import ppo_config
+from programs import write_task
 
 from spmdrl.algo.advantages import ESTIMATORS, Estimator
 from spmdrl.algo.losses import (
@@ -21,7 +23,7 @@ from spmdrl.algo.losses import (
     ppo,
 )
 from spmdrl.algo.options import Positive, options_of
-from spmdrl.cli.arguments import override
+from spmdrl.cli.arguments import dry_flags, override
 from spmdrl.config import (
     MOVED,
     AlgoConfig,
@@ -33,8 +35,13 @@ from spmdrl.config import (
     RolloutConfig,
     TrainConfig,
 )
+from spmdrl.distributed.elastic_job import ElasticJob
+from spmdrl.distributed.exit import FAILED
+from spmdrl.distributed.phases import Phases
+from spmdrl.rewards.runner import RewardRunner, TooManyInvalid
+from spmdrl.training import dry_run
 from spmdrl.training.checks.algorithms import READERS, check_algo
-from spmdrl.training.credit import with_outcome_weights
+from spmdrl.training.process_reward_model import with_outcome_weights
 
 
 def config_of(roles=None, rollout=None, **algo):
@@ -392,7 +399,46 @@ def test_a_nested_option_is_set_from_the_command_line():
         override(config_of(), "clip_high", 0.3)
 
 
-def test_rewards_that_are_no_labels_are_a_mistake_of_the_config():
+def test_rewards_that_are_no_labels_end_a_step_as_samples_without_a_reward_do(topology):
     batch = SimpleNamespace(rewards=torch.tensor([0.5, 1.01, 7.0]), valid=torch.tensor([1, 1, 0]))
-    with pytest.raises(ConfigError, match=r"labels in 0\.\.1, got 0\.5 \.\. 1\.01: have the"):
+    with pytest.raises(
+        ValueError, match=r"labels in 0\.\.1, got 0\.5 \.\. 1\.01: have the"
+    ) as told:
         with_outcome_weights(batch, None)
+    reports = [Phases(topology).report(error) for error in (told.value, TooManyInvalid("2 of 3"))]
+    assert [report.exit_code for report in reports] == [FAILED, FAILED]
+    assert reports[0].cause.startswith("ValueError: advantage='prime' takes rewards as labels")
+
+
+@pytest.fixture
+def show(topology, qwen3, tmp_path, monkeypatch):
+    """Shows the plan of a run of sums with these options; its reward workers end with the test."""
+    runners = []
+
+    def runner(*args):
+        runners.append(RewardRunner(*args))
+        return runners[-1]
+
+    write_task(tmp_path)
+    monkeypatch.setattr(dry_run, "RewardRunner", runner)
+    data = DataConfig(str(tmp_path / "train.jsonl"), prompts_per_step=8, max_prompt_tokens=16)
+    runtime = SimpleNamespace(elastic=ElasticJob(1, 1), topology=topology, is_main=True)
+    dry = dry_flags(True, 1, False)
+    yield lambda **options: dry_run.show_plan(ppo_config(qwen3, data=data, **options), runtime, dry)
+    for each in runners:
+        each.close()
+
+
+@pytest.mark.programs
+def test_a_dry_run_refuses_rewards_that_are_no_labels(show):
+    def reward(response, ground_truth):
+        return 1.0 if response == ground_truth else -0.5
+
+    def label(response, ground_truth):
+        return 1.0 if response == ground_truth else 0.5
+
+    prime = {"algo": AlgoConfig(advantage="prime"), "ref": TrainConfig(), "prm": TrainConfig()}
+    show(reward=label, steps=2, **prime)
+    show(reward=reward, steps=2)
+    with pytest.raises(ConfigError, match=r"labels in 0\.\.1, got -0\.5 \.\. 1: .*empty answers"):
+        show(reward=reward, steps=2, **prime)

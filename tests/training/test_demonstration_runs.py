@@ -74,7 +74,7 @@ def test_steps_learn_from_demonstrations_and_resume_bit_for_bit(folder):
              "float32", "--algo.entropy_coef", "0.001", "--algo.epochs", "2",
              "--actor.optim.lr", "1e-2", "--data.sampler.success_reward", "1.0"]  # fmt: skip
     output = run(folder, 2, *asked)
-    assert "1 of 47 demonstrations are longer than rollout.max_tokens=8" in output
+    assert "1 of 47 demonstrations is longer than rollout.max_tokens=8" in output
     rows = metrics_of(folder / "run")
     first, last = rows[0], rows[-1]
     check_samples(folder / "run", first, N)

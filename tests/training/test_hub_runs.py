@@ -74,7 +74,7 @@ def test_a_dry_run_says_what_a_run_downloads_and_downloads_no_weights(folder, hu
     size = (folder / "local/model.safetensors").stat().st_size
     assert f"model: tiny/qwen of {hub.url}, here {folder}/dry/models--tiny--qwen" in output
     assert (
-        f"a run downloads its weights as well: 1 files, {size / 1e9:.3g} GB from {hub.url} to "
+        f"a run downloads its weights as well: 1 file, {size / 1e9:.3g} GB from {hub.url} to "
         f"{folder}/dry"
     ) in output
     assert f"data.train: tiny/sums:main of {hub.url}" in output
@@ -93,7 +93,7 @@ def test_a_run_is_resumed_offline_and_exported_and_pushed(folder, hub):
     assert len(commit) == 40 and "hf://datasets/tiny/sums@" in text and "/cache/" not in text
     before = len(hub.asked)
     code, output = run(folder, *args, "--resume", "auto", HF_HUB_OFFLINE="1")
-    assert code == 0 and "1 steps done" in output and len(hub.asked) == before, output[-3000:]
+    assert code == 0 and "1 step done" in output and len(hub.asked) == before, output[-3000:]
     assert "model ->" not in output  # it is the same commit
     for step in (1, 2):
         saved = json.loads((folder / f"run/checkpoints/step_{step:08}/run.json").read_text())

@@ -103,8 +103,9 @@ def test_tools_that_nobody_calls() -> None:
     kept_none = dataclasses.replace(CONFIG, tools=("python",), log_samples=0)
     assert "--log_samples 16" in warnings(kept_none, row)[0]
     assert "max_reply_tokens" not in text
-    cut = warnings(with_tools, row | {"response/truncated": 0.4})
-    assert "lower --multi_turn.max_reply_tokens" in cut[0]
+    unread = GOOD | {"tools/calls": 0.5, "tools/unread": 1.0}
+    assert "lower --multi_turn.max_reply_tokens" in warnings(with_tools, unread)[0]
+    assert warnings(with_tools, unread | {"tools/unread": 0.9}) == []
 
 
 def test_answers_that_are_meant_to_fill_max_tokens_are_not_cut() -> None:

@@ -59,6 +59,14 @@ def test_a_run_resumes_bit_for_bit(folder, whole):
     assert whole[-1]["actor/ref_kl"] > 0
 
 
+@pytest.mark.megatron
+def test_the_reference_of_megatrons_actor_is_its_base_too(folder, whole):
+    rows = run(folder, "megatron", 2, "--actor.engine", "megatron", "--actor.tensor_parallel", "2")
+    for got, want in zip(rows[1:], whole[1:], strict=True):
+        for name in ("reward/mean", "actor/ref_kl", "actor/loss", "critic/loss"):
+            assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-6), name
+
+
 def test_export_gives_the_model_and_what_peft_loads(folder, whole):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

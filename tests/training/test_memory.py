@@ -15,6 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 from programs import ROOT, train, write_task
 from tiny_models import png, save_qwen3, save_qwen_vl
+from transformers import AutoModelForSequenceClassification
+
+from spmdrl.engines.fsdp.classifier import classifier_config
+from spmdrl.hub.vision_classifiers import register_classifier
 
 pytestmark = pytest.mark.ranks
 
@@ -134,6 +138,28 @@ def test_the_dry_run_foretells_the_memory_of_a_tower_for_images(tmp_path, engine
     text = SFT.format(rows=8, steps=2, every=0, tokens=1100).replace("jsonl", "parquet")
     Path(tmp_path, "cfg.py").write_text(text.replace("dtype=", f"engine={engine!r}, dtype="))
     compare(tmp_path, 1, program="spmdrl.sft")
+
+
+def test_the_dry_run_foretells_the_memory_of_a_reward_model_that_sees_images(tmp_path):
+    """Its tower is far wider than the policy's, and sees all images of a micro-batch at once."""
+    save_qwen_vl(tmp_path / "model", most_pixels=96 * 96)
+    wide = {"hidden_size": 1024, "intermediate_size": 2560, "num_heads": 8}
+    save_qwen_vl(tmp_path / "judge", most_pixels=96 * 96, **wide)
+    hf = classifier_config(str(tmp_path / "judge"))
+    register_classifier(hf)
+    AutoModelForSequenceClassification.from_config(hf).save_pretrained(tmp_path / "judge")
+    prompt = [{"role": "user", "content": "<image>?"}]
+    row = {"data_source": "seen", "prompt": prompt, "images": [{"bytes": png(0, 96, 96)}],
+           "reward_model": {"style": "rule", "ground_truth": "1"}}  # fmt: skip
+    pq.write_table(pa.Table.from_pylist([row] * 16), tmp_path / "train.parquet")
+    text = RL.replace("jsonl", "parquet").replace("max_prompt_tokens=16", "max_prompt_tokens=200")
+    judge = 'reward_model=RewardModelConfig("judge", dtype="float32", micro_batch_tokens=2048),'
+    text = text.format(rollout='engine="hf"', actor="role", roles=judge)
+    text = text.replace("reward=reward,", 'reward="model",').replace(
+        "max_tokens=64", "max_tokens=8"
+    )
+    Path(tmp_path, "cfg.py").write_text(text)
+    assert compare(tmp_path, 1) == "reward_model"
 
 
 @pytest.mark.vllm

@@ -124,7 +124,7 @@ def test_every_size_of_an_elastic_job_must_fit(shapes, monkeypatch):
     check_memory_of_sizes(config, 8, planner(80.0), four)
     with pytest.raises(ConfigError) as caught:
         check_memory_of_sizes(config, 8, planner(80.0), SimpleNamespace(elastic=ElasticJob(1, 4)))
-    assert str(caught.value).startswith("with 1 hosts, 2 ranks in all, which --nnodes 1:4 allows: ")
+    assert str(caught.value).startswith("with 1 host, 2 ranks in all, which --nnodes 1:4 allows: ")
 
 
 def test_qwen3_8b_fits_eight_gpus_with_the_defaults(shapes):

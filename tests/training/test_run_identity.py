@@ -89,7 +89,7 @@ def test_files_are_compared_in_their_order_and_held_out_ones_are_a_choice(config
     kinds = [kind for kind, _ in told(before, swapped)]
     assert kinds == [None, "data", "data"]
     fewer = replace(config, data=replace(data, train=data.train[0]))
-    assert ("data", "data.train: 2 files -> 1 files") in told(before, fewer)
+    assert ("data", "data.train: 2 files -> 1 file") in told(before, fewer)
     Path(tmp_path, "held_out.jsonl").write_text('{"prompt": "x", "response": "2"}\n')
     [(kind, text)] = told(before, config)
     assert kind is None and text.startswith("data.eval: content held_out.jsonl (")

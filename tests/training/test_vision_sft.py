@@ -228,7 +228,7 @@ def test_a_row_is_cut_behind_its_images_and_never_through_them(folder, topology)
     assert cut.measured.num_overlong == 2
     shorter = load(folder, topology, rows, max_tokens=end - 1, turns="all")
     assert [shorter.example(i).id for i in range(len(shorter))] == [1]
-    with pytest.raises(ConfigError, match="in all 1 rows the prompt alone"):
+    with pytest.raises(ConfigError, match="in all 1 row the prompt alone"):
         load(folder, topology, rows[:1], max_tokens=end - 1, turns="all")
 
 

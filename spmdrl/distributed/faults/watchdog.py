@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from spmdrl.config.words import counted
 from spmdrl.distributed.exit import FAILED, format_failure, is_of_this_start, say, write_failure
 from spmdrl.distributed.faults.shared_page import Page
 from spmdrl.distributed.faults.verdict import (
@@ -322,7 +323,8 @@ class Watchdog:
     def _why_killed(self) -> str:
         kills = kills_for_memory() - self.kills
         if kills > 0:
-            known = f"killed by the kernel, which ran out of memory ({kills} processes in all)"
+            in_all = f"{counted(kills, 'process')} in all"
+            known = f"killed by the kernel, which ran out of memory ({in_all})"
         else:
             known = "killed, or out of memory (see dmesg)"
         return "; ".join([known, *memory_limits()])

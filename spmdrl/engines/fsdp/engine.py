@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from spmdrl.algo.own_functions import without_faults
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
 from spmdrl.config import TrainConfig
 from spmdrl.data.images import BatchImages
@@ -197,12 +198,12 @@ class FsdpEngine:
             sums = counted_once(sums, self.team)
         if self.aux_loss is not None:
             sums |= self.aux_loss.sums()
-        totals = reduce_metrics(sums, group)
+        totals, faults = without_faults(reduce_metrics(sums, group))
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):
             self.optimizer.zero_grad()
             raise FloatingPointError(
                 f"update {self.num_updates + 1}: loss {totals['loss_sum']}, gradient norm "
-                f"{float(grad_norm)}; the weights are unchanged"
+                f"{float(grad_norm)}{faults}; the weights are unchanged"
             )
         lr = self.optimizer.set_lr(learning_rate(self.config.optim, self.num_updates))
         self.optimizer.step()

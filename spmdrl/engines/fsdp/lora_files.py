@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import ConfigError, LoraConfig
+from spmdrl.config.words import counted
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.dora import MAGNITUDE, OFFSET
@@ -87,7 +88,7 @@ def difference(adapters: Adapters | None, folder: Path) -> str | None:
             return f"{folder} was written with lora.{key}={before}, this run has {mine[key]}"
     if saved["layers"] != mine["layers"]:
         return (
-            f"{folder} has adapters on {len(saved['layers'])} layers, this run on "
+            f"{folder} has adapters on {counted(len(saved['layers']), 'layer')}, this run on "
             f"{len(mine['layers'])}: lora.target_modules, or freeze_vision, is not what it was"
         )
     if saved.get("stacks", []) != mine["stacks"]:

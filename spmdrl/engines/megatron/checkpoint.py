@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.checkpoint.safe_load import ShardReader, read_plain
 from spmdrl.config import ConfigError, TrainConfig, require
+from spmdrl.config.words import counted, verb
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.distributed.torch_compat import storage_id
@@ -117,7 +118,8 @@ def load(parts: Parts, folder: Path, topology: Topology) -> int:
         require_same_optimizer(folder, common.get("optim_name", "adamw"), parts.optim.name)
     require(
         common.get(MTP, 0) == parts.num_mtp_layers,
-        f"{folder} has {common.get(MTP, 0)} layers for multi-token prediction that were trained, "
+        f"{folder} has {counted(common.get(MTP, 0), 'layer')} for multi-token prediction that "
+        f"{verb(common.get(MTP, 0), 'were')} trained, "
         f"and this run trains {parts.num_mtp_layers}: resume with the mtp_loss_scaling_factor, 0 "
         "or above 0, that wrote it, or start from an export of it (python -m spmdrl.export)",
     )

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.algo.own_functions import without_faults
 from spmdrl.checkpoint.format import Staged
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.data.images import BatchImages
@@ -160,12 +161,12 @@ class MegatronEngine:
             parts = self._micro_batches(self.shared(batch, images))
             self.parts.start_update()
             self.run(self._on_device(parts), loss, forward_only=False, images=images)
-            totals = self._totals(sums)
+            totals, faults = without_faults(self._totals(sums))
             lr = self._learning_rate()
             losses = {"loss": totals.pop("loss_sum")}
             if "mtp_loss" in totals:
                 losses["mtp_loss"] = totals.pop("mtp_loss") / float(num_tokens)
-            norms = self._step(losses)
+            norms = self._step(losses, faults)
         self.num_updates += 1
         result = {**losses, **norms, "lr": lr}
         for name, total in totals.items():
@@ -196,30 +197,28 @@ class MegatronEngine:
             param_group["lr"] = lr
         return lr
 
-    def _step(self, losses: dict[str, float]) -> dict[str, float]:
+    def _step(self, losses: dict[str, float], faults: str) -> dict[str, float]:
         """Clips and steps; returns the gradient norms before. FloatingPointError changes nothing.
 
-        losses: by name, for what is said where one of them or a norm is not finite.
+        losses: by name. faults: of functions, said where a loss or a norm is not finite.
         """
         optimizer, parts = self.parts.optimizer, self.parts
         assert optimizer is not None
         overflow = optimizer.prepare_grads()
         norms = self._clipped_apart() if parts.num_mtp_layers else {"grad_norm": self._grad_norm()}
         measured = losses | norms
-        said = ", ".join(f"{name} {value}" for name, value in measured.items())
+        values = ", ".join(f"{name} {value}" for name, value in measured.items())
+        said = f"update {self.num_updates + 1}: {values}{faults}"
         if overflow or not all(map(math.isfinite, measured.values())):
             parts.zero_grad()
-            raise FloatingPointError(
-                f"update {self.num_updates + 1}: {said}; the weights are unchanged"
-            )
+            raise FloatingPointError(f"{said}; the weights are unchanged")
         parts.finish_gathers()  # of what no pass has asked for: a tower without images
         # its own step: optimizers such as LayerWiseDistributedOptimizer do more in it than the
         # parts that MegatronOptimizer names (it gathers what each rank has updated)
         stepped, *_ = optimizer.step()
         if not stepped:
             raise RuntimeError(
-                f"update {self.num_updates + 1}: {type(optimizer).__name__}.step() says that it "
-                f"changed nothing, at {said}"
+                f"{type(optimizer).__name__}.step() says that it changed nothing, at {said}"
             )
         parts.gather_weights()
         parts.zero_grad()
@@ -388,13 +387,14 @@ class MegatronEngine:
         return cut(batch, budget, self.topology, multiple, padded, units)
 
     def shared(self, batch: Batch, images: BatchImages | None = None) -> Batch:
-        """Returns, on all ranks of this model-parallel group, what its data rank was given; the
-        images of replies go the same way.
-        """
+        """Returns, on all ranks of this model-parallel group, what its data rank was given, with
+        the images of replies; and what the first stage knows of its videos."""
         for group, source in self.parts.groups.sharing:
             batch = broadcast_batch(batch, group, source, self.topology.device)
             if images is not None:
                 images.share_replies(batch, group, self.topology.device, source)
+        if images is not None:
+            images.share_clips(batch, self.parts.groups.pipeline, self.topology.device)
         return batch
 
     # ---- weights and memory

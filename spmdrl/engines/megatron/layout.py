@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spmdrl.config import ConfigError, require
+from spmdrl.config.words import counted, verb
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.family_parts import ANY, COMMON_FIELDS, Settings
 from spmdrl.engines.megatron.splits import Stacked
@@ -232,8 +233,9 @@ def _pipeline_problems(layers: int, d: Degrees) -> list[str]:
     if left < others or left % max(others, 1) or (left and not others):
         named = ", ".join(f"{name}={size}" for name, size in sizes.items())
         return [
-            f"pipeline_parallel={d.pipeline}, {named}: {left} of {layers} layers are left for "
-            f"{others} other stages, which are to have as many each{_unequal_stages(layers, d)}"
+            f"pipeline_parallel={d.pipeline}, {named}: {left} of {layers} layers "
+            f"{verb(left, 'are')} left for {counted(others, 'other stage')}, which "
+            f"{verb(others, 'are')} to have as many each{_unequal_stages(layers, d)}"
         ]
     stages = stage_layers(layers, d)
     names = [f"layers of pipeline rank {stages.index(size)}" for size in stages]

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from spmdrl.config import TrainConfig, require
+from spmdrl.config.words import counted, verb
 from spmdrl.engines.fsdp.classifier import is_classifier
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.families import FAMILIES
@@ -59,7 +60,8 @@ def check_mtp(name: str, role: TrainConfig, model: str) -> None:
     )
     require(
         family is not None and (family.most is None or num <= family.most),
-        f"{said}: {num} layers for multi-token prediction of model type {hf.model_type!r} are not "
+        f"{said}: {counted(num, 'layer')} for multi-token prediction of model type "
+        f"{hf.model_type!r} {verb(num, 'are')} not "
         "mapped; leave it 0",
     )
     require(

@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spmdrl.config.words import counted
 from spmdrl.rollout.agents.answers import Answers, Choice, call_ids_of
 from spmdrl.rollout.agents.call_queue import CallQueue
 from spmdrl.rollout.agents.chat_encoder import ChatEncoders, before_stop
@@ -136,7 +137,7 @@ class Session:
             )  # fmt: skip
         if len(draft.tokens.images) > self.limits.max_images:
             raise ApiError(
-                400, f"the messages show {len(draft.tokens.images)} images, more than "
+                400, f"the messages show {counted(len(draft.tokens.images), 'image')}, more than "
                 f"agents.max_images={self.limits.max_images}", "too_many_images",
             )  # fmt: skip
         if not draft.tokens.ids:

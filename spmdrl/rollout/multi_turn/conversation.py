@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmdrl.config import PpoConfig
+from spmdrl.config.words import counted
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.table_files import BadRow
 from spmdrl.rewards.workers.caller import Caller
@@ -35,8 +36,9 @@ from spmdrl.rollout.multi_turn.environment import (
     environment_names,
     environment_of,
     is_record,
-    paid,
+    noted,
     record_of,
+    record_of_unread,
     resolve_environments,
     split_step,
     steps_of,
@@ -112,7 +114,7 @@ class Dialogue:
         if problem:
             calls.append(Call("", None, f"the tool call cannot be read: {problem}"))
         most = self.limits.max_calls
-        too_many = f"not called: a turn may call {most} tools at most"
+        too_many = f"not called: a turn may call {counted(most, 'tool')} at most"
         return calls[:most] + [Call(call.name, None, too_many) for call in calls[most:]]
 
     def about(self, addressed: list[tuple[Prompt, int]], params: SamplingParams) -> TurnHandler:
@@ -280,7 +282,9 @@ class TurnHandler(NoCalls):
         except BadRow as error:
             return failed(turn, f"the reply cannot be said: {error}")
         if len(turn.token_ids) + len(ids) >= self.max_tokens:
-            return replace(over, finish_reason="length")
+            unread = record_of_unread(messages)
+            replies = [*turn.replies, json.dumps(unread)] if unread else over.replies
+            return replace(over, finish_reason="length", replies=replies)
         return Completion(
             turn.token_ids + ids, turn.logprobs + [0.0] * len(ids), "abort",
             turn.versions + [NOT_CHOSEN] * len(ids),
@@ -380,7 +384,7 @@ def messages_of(answer: Completion, texts: list[str]) -> list[Message]:
     said: list[Message] = []
     for i, text in enumerate(texts):
         reply = json.loads(answer.replies[i]) if i < len(answer.replies) else []
-        said.append({"role": "assistant", "content": text, **paid(reply)})
+        said.append({"role": "assistant", "content": text, **noted(reply)})
         said += [message for message in reply if not is_record(message)]
     return said
 
@@ -390,8 +394,8 @@ def replies_of(messages: list[Message]) -> list[str]:
     replies: list[list[Message]] = []
     for message in messages:
         if message["role"] == "assistant":
-            worth = paid([{**message, "role": RECORD}])
-            replies.append([record_of(*worth.values())] if worth else [])
+            found = noted([{**message, "role": RECORD}])
+            replies.append([{"role": RECORD, "content": "", **found}] if found else [])
         else:
             replies[-1].append(message)
     return [json.dumps(reply) for reply in replies if reply]

@@ -22,6 +22,7 @@ STEP = "step"  # the method of a class that answers a turn
 OBSERVATION, REWARD, DONE = "observation", "reward", "done"  # keys of what a scored step returns
 STEP_KEYS = {OBSERVATION, REWARD, DONE}
 RECORD = "environment"  # the role of what is noted of a turn and not said to the policy
+UNREAD = "unread_calls"  # key of a turn whose tools' replies do not fit into the sample
 MOST_NOTED = 2000  # characters of an observation that nobody answers
 
 # What an environment can ask for by naming a parameter.
@@ -159,14 +160,26 @@ def record_of(reward: float, observation: Any = None) -> Message:
     return {"role": RECORD, "content": "", REWARD: reward, **seen}
 
 
+def record_of_unread(messages: Sequence[Message]) -> list[Message]:
+    """Returns what is noted of tools' replies that do not fit into the sample: a record without
+    their content; [] where no tool has replied.
+    """
+    unread = [
+        {key: message[key] for key in ("role", "name", "is_error") if key in message}
+        for message in messages
+        if message["role"] == "tool"
+    ]
+    return [{"role": RECORD, "content": "", UNREAD: unread}] if unread else []
+
+
 def is_record(message: Message) -> bool:
-    return message["role"] == RECORD and REWARD in message
+    return message["role"] == RECORD and (REWARD in message or UNREAD in message)
 
 
-def paid(reply: Sequence[Message]) -> Message:
-    """Returns what a turn's own message has of the record in the reply to it."""
+def noted(reply: Sequence[Message]) -> Message:
+    """Returns what a turn's own message has of the records in the reply to it."""
     records = [message for message in reply if is_record(message)]
-    return {key: r[key] for r in records for key in (REWARD, OBSERVATION) if key in r}
+    return {key: r[key] for r in records for key in (REWARD, OBSERVATION, UNREAD) if key in r}
 
 
 def steps_of(messages: Sequence[Message]) -> list[Made]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config import AgentConfig, MultiTurnConfig
+from spmdrl.config.words import counted
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.pictures import open_picture, size_of
 from spmdrl.data.reply_images import pictures_in, shows_image, with_images
@@ -57,7 +58,8 @@ class ImageRules:
             )
         if before + len(pictures) > most:
             return (
-                f"{len(pictures)} images, but a sample may be shown {self.section}.max_images="
+                f"{counted(len(pictures), 'image')}, but a sample may be shown "
+                f"{self.section}.max_images="
                 f"{most}, and has been shown {before}"
             )
         problems = [self.problem_of_one(self.vision, picture) for picture in pictures]

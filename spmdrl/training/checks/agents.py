@@ -7,6 +7,7 @@ from typing import Any
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.config import AgentConfig, ConfigError, PpoConfig, ServeConfig, require
+from spmdrl.config.words import counted
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.rewards.runner import resolve_rewards, rewards_of
 from spmdrl.rewards.workers.caller import arguments_of, check_shared
@@ -144,7 +145,8 @@ def check_agent_data(config: PpoConfig, dataset: PromptDataset) -> None:
     shown, limits = dataset.images, config.agents
     require(
         shown.per_prompt <= limits.max_images,
-        f"data: a prompt has {shown.per_prompt} images, and agents.max_images={limits.max_images} "
+        f"data: a prompt has {counted(shown.per_prompt, 'image')}, and "
+        f"agents.max_images={limits.max_images} "
         "is the most that an agent's messages may show",
     )
     require(
@@ -172,7 +174,8 @@ def agent_lines(config: PpoConfig) -> list[str]:
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens
     where = f"port {serve.port} and up" if serve.port else "free ports"
     return [
-        f"agents: {', '.join(names)}; a trajectory has at most {limits.max_turns} turns and "
+        f"agents: {', '.join(names)}; a trajectory has at most "
+        f"{counted(limits.max_turns, 'turn')} and "
         f"{limits.timeout_s:g} s, and {limits.retries} retries",
         f"  endpoint of each engine: {serve.host}, {where}; a turn has at most "
         f"{config.rollout.max_tokens} tokens, with its prompt at most {longest}",

@@ -23,6 +23,7 @@ from spmdrl.config import (
     TrainConfig,
     require,
 )
+from spmdrl.config.words import counted
 from spmdrl.data.processor_files import same_pixels
 from spmdrl.distributed.placement import Ranks, show_ranks
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
@@ -233,7 +234,7 @@ def check_decay(name: str, optim: OptimConfig, updates: int) -> None:
     warmup = optim.warmup_steps
     advice = f", e.g. {updates}, the number of optimizer steps of this run"
     if updates <= warmup:
-        advice = f", but the run has only {updates} optimizer steps: shorten the warm-up"
+        advice = f", but the run has only {counted(updates, 'optimizer step')}: shorten the warm-up"
     require(
         optim.schedule == "constant" or optim.decay_steps > warmup,
         f"{name}.optim.schedule={optim.schedule!r} needs optim.decay_steps above "

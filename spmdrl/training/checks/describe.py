@@ -15,7 +15,14 @@ from spmdrl.config import (
     TeacherEndpoint,
     TrainConfig,
 )
-from spmdrl.distributed.placement import Ranks, place, show_ranks, training_roles
+from spmdrl.config.words import counted, verb
+from spmdrl.distributed.placement import (
+    Ranks,
+    place,
+    reference_is_base,
+    show_ranks,
+    training_roles,
+)
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
 from spmdrl.engines.stored_dtype import stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config
@@ -52,12 +59,17 @@ def describe(
     per_update = samples // a.mini_batches
     lines = [
         "batch",
-        f"  {d.prompts_per_step} prompts x {r.n} samples = {samples} samples a step, "
+        f"  {counted(d.prompts_per_step, 'prompt')} x {counted(r.n, 'sample')} = "
+        f"{counted(samples, 'sample')} a step, "
         f"at most {samples * r.max_tokens:,} response tokens",
-        f"  {samples} / {a.mini_batches} mini-batches = {per_update} samples an update, "
-        f"about {per_update / actors:g} on each of {actors} {holders}; {a.epochs} epochs: "
-        f"{a.epochs * a.mini_batches} updates a step, {updates_per_run(config)} in {config.steps}",
-        f"  {num_prompts} prompts / {d.prompts_per_step} = {num_prompts // d.prompts_per_step} "
+        f"  {samples} / {counted(a.mini_batches, 'mini-batch')} = {counted(per_update, 'sample')} "
+        "an update, "
+        f"about {per_update / actors:g} on each of {actors} {holders}; "
+        f"{counted(a.epochs, 'epoch')}: "
+        f"{counted(a.epochs * a.mini_batches, 'update')} a step, {updates_per_run(config)} in "
+        f"{config.steps}",
+        f"  {counted(num_prompts, 'prompt')} / {d.prompts_per_step} = "
+        f"{num_prompts // d.prompts_per_step} "
         f"steps an epoch: {config.steps * d.prompts_per_step / max(num_prompts, 1):.2f} epochs",
         f"  longest sequence {d.max_prompt_tokens} + {r.max_tokens} = {longest} tokens; "
         f"micro-batches of {budget} tokens",
@@ -85,11 +97,13 @@ def describe_supervised(
     budget = actor.micro_batch_tokens * actor.context_parallel * actor.ulysses
     return "\n".join([
         "batch",
-        f"  {data.batch_size} rows a step, at most {most:,} tokens, "
+        f"  {counted(data.batch_size, 'row')} a step, at most {most:,} tokens, "
         f"about {data.batch_size * sharing / world:g} on each of {world // sharing} {holders}; "
         f"micro-batches of {budget} tokens",
-        f"  {num_rows} rows / {data.batch_size} = {num_rows // data.batch_size} steps an epoch: "
-        f"{config.steps} steps are {config.steps * data.batch_size / max(num_rows, 1):.2f} epochs",
+        f"  {counted(num_rows, 'row')} / {data.batch_size} = {num_rows // data.batch_size} steps "
+        "an epoch: "
+        f"{counted(config.steps, 'step')} {verb(config.steps, 'are')} "
+        f"{config.steps * data.batch_size / max(num_rows, 1):.2f} epochs",
         written_line(config),
         *distillation_lines(config),
         "placement",
@@ -128,21 +142,26 @@ def out_dtype(config: SupervisedConfig) -> str:
 
 
 def placement_lines(config: PpoConfig, world: int) -> list[str]:
-    roles, rollout = place(config, world).roles, config.rollout
-    lines = ["placement"]
+    placement, rollout = place(config, world), config.rollout
+    roles, lines = placement.roles, ["placement"]
     for name, role in training_roles(config).items():
-        lines.append(role_line(name, role, roles[name]))
+        if name == "ref" and reference_is_base(config, placement):
+            lines.append(f"  ref      ranks {show_ranks(roles[name])}: the actor, its adapter off")
+        else:
+            lines.append(role_line(name, role, roles[name]))
     engines = len(roles["rollout"]) // rollout.tensor_parallel
     experts = ", whole experts on each rank" if rollout.expert_parallel else ""
-    lines.append(f"  rollout  ranks {show_ranks(roles['rollout'])}: {engines} {rollout.engine} "
-                 f"engines x tp {rollout.tensor_parallel}{experts}")  # fmt: skip
-    lines.append(f"  reward   ranks {show_ranks(roles['reward'])}: {config.rewards.workers} "
-                 "processes each")  # fmt: skip
+    lines += [
+        f"  rollout  ranks {show_ranks(roles['rollout'])}: "
+        f"{counted(engines, f'{rollout.engine} engine')} x tp {rollout.tensor_parallel}{experts}",
+        f"  reward   ranks {show_ranks(roles['reward'])}: "
+        f"{counted(config.rewards.workers, 'process')} each",
+    ]
     if config.judge is not None:
         lines.append(judge_text(config, config.judge, roles["reward"]))
     if config.async_steps:
-        lines.append(f"  sampling runs up to {config.async_steps} steps ahead of training; both "
-                     "meet where the run evaluates or saves")  # fmt: skip
+        lines.append(f"  sampling runs up to {counted(config.async_steps, 'step')} ahead of "
+                     "training; both meet where the run evaluates or saves")  # fmt: skip
     return lines
 
 
@@ -153,8 +172,8 @@ def judge_text(config: PpoConfig, judge: JudgeConfig, ranks: Ranks) -> str:
         others = judge.opponents or config.rollout.n - 1
         how = f"{config.rollout.n * others} comparisons a prompt"
     return (
-        f"  judge    ranks {show_ranks(ranks)}: {engines} {name} engines x tp "
-        f"{judge.tensor_parallel}; {how}"
+        f"  judge    ranks {show_ranks(ranks)}: "
+        f"{counted(engines, f'{name} engine')} x tp {judge.tensor_parallel}; {how}"
     )
 
 
@@ -187,8 +206,8 @@ def algorithm_lines(config: PpoConfig) -> list[str]:
         old = "those of the rollout engine (bypass)"
     extra = {
         "a greedy answer per prompt": config.rollout.greedy_baseline,
-        f"up to {algo.dynamic_sampling} rounds of sampling": algo.dynamic_sampling > 0,
-        f"samples of {algo.replay_steps} earlier steps": algo.replay_steps > 0,
+        f"up to {counted(algo.dynamic_sampling, 'round')} of sampling": algo.dynamic_sampling > 0,
+        f"samples of {counted(algo.replay_steps, 'earlier step')}": algo.replay_steps > 0,
         f"samples drawn by {algo.sample_filter!r}": algo.sample_filter is not None,
         "rollout correction of each " + algo.correction.level: algo.correction.level != "off",
         f"rejection by {', '.join(algo.correction.reject)}": bool(algo.correction.reject),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from spmdrl.config.words import counted
 from spmdrl.rollout.spec import EngineSpec
 
 GIB = 2**30
@@ -57,11 +58,12 @@ def host_lines(rank_gib: float, ranks: int, remedy: str) -> list[str]:
     here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     room = int(available / rank_gib)
     lines = [f"  host     {rank_gib:.2f} a rank; {available:.2f} available here ({what}): room for "
-             f"{room} of {ranks} ranks"]  # fmt: skip
+             f"{room} of {counted(ranks, 'rank')}"]  # fmt: skip
     space = address_space_gib()
     if here * rank_gib > available:
         lines.append(
-            f"warning: {here} ranks x {rank_gib:.2f} = {here * rank_gib:.2f} GiB do not fit into "
+            f"warning: {counted(here, 'rank')} x {rank_gib:.2f} = {here * rank_gib:.2f} GiB do "
+            "not fit into "
             f"the {available:.2f} GiB that are available on this host: {remedy}"
         )
     elif space is not None and rank_gib > space:

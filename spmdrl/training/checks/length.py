@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from spmdrl.config import NotGiven, PpoConfig, RunConfig, SupervisedConfig, require
+from spmdrl.config.words import counted
 from spmdrl.distributed.placement import is_frozen, training_roles
 from spmdrl.training.checks.common import check_decay, warnings_of_optimizer
 from spmdrl.training.logs.profiler import check_profile
@@ -39,7 +40,8 @@ def warnings_of_length(config: PpoConfig | SupervisedConfig) -> list[str]:
     warmup = config.algo.critic_warmup_steps if isinstance(config, PpoConfig) else 0
     if 0 < config.steps <= warmup:
         found.append(
-            f"algo.critic_warmup_steps={warmup} are all of the {config.steps} steps: the actor is "
+            f"algo.critic_warmup_steps={warmup} are all of the {counted(config.steps, 'step')}: "
+            "the actor is "
             "not trained"
         )
     return found

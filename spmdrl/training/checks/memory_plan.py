@@ -254,8 +254,9 @@ def role_memories(
         roles[name] = replace(trained, forward=asked.forward) if is_teacher else trained
     if config.reward_model is not None:
         role, scorers = train_config(config.reward_model), len(placement.roles["reward"])
+        tokens = fullest(role, step / scorers, sequences)  # about those of its own tokenizer
         roles["reward_model"] = memory_of(
-            "reward_model", role, config.model, scorers, "reward", on_gpu=on_gpu
+            "reward_model", role, config.model, scorers, "reward", tokens, on_gpu, images
         )
     return roles
 

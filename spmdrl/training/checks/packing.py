@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from spmdrl.config import ConfigError, require
+from spmdrl.config.words import counted
 from spmdrl.engines.fsdp.per_sequence_layers import ATTENTION
 from spmdrl.engines.fsdp.trial import CannotShrink, Trial, try_packing
 from spmdrl.hub.hf_folder import (
@@ -79,7 +80,8 @@ def trial_lines(models: Sequence[str]) -> list[str]:
             lines.append(f"  {kind}: not tried, its tiny copy would need images")
             continue
         lines.append(
-            f"  {kind}: {trial.num_layers} tiny layers on packed sequences and on each alone: "
+            f"  {kind}: {counted(trial.num_layers, 'tiny layer')} on packed sequences and on each "
+            "alone: "
             f"log-probabilities differ by {trial.logprobs:.1g}, gradients by "
             f"{trial.gradients:.1g} of themselves ({time.monotonic() - start:.1f} s)"
         )

@@ -13,13 +13,8 @@ from collections.abc import Mapping
 from transformers import PreTrainedConfig
 
 from spmdrl.algo.advantages import asked_keys_of
-from spmdrl.config import (
-    ConfigError,
-    KeepSamplesConfig,
-    PpoConfig,
-    TrainConfig,
-    require,
-)
+from spmdrl.config import ConfigError, KeepSamplesConfig, PpoConfig, TrainConfig, require
+from spmdrl.config.words import counted, verb
 from spmdrl.distributed.placement import (
     Placement,
     is_frozen,
@@ -415,7 +410,8 @@ def check_roles(config: PpoConfig, world: int) -> None:
     require(
         samples >= engines,
         f"data.prompts_per_step={config.data.prompts_per_step} x rollout.n={config.rollout.n} = "
-        f"{samples} samples are fewer than the {engines} rollout engines ({len(here)} ranks / "
+        f"{counted(samples, 'sample')} {verb(samples, 'are')} fewer than the {engines} rollout "
+        f"engines ({len(here)} ranks / "
         f"tensor_parallel={tp}): some would have nothing to do",
     )
     for name, role in training_roles(config).items():

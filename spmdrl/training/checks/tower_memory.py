@@ -32,14 +32,15 @@ def tower_memory(
     """image_tokens: those of the micro-batch that stand for images. keep_share: of a layer's
     elements, what is kept where role.activation_checkpointing is "selective", or 1.
     """
-    layers = [each for each in map(kept_of_layer, shape.tower_layers) if each]
+    found = {layer: kept_of_layer(layer) for layer in shape.tower_layers}
+    layers = [kept for kept in found.values() if kept]
     if not layers or not image_tokens:
         return TowerMemory(0.0, 0.0)
     patches = image_tokens * FAMILIES[shape.hf.model_type].patches(shape.hf)
     each = patches * DTYPES[role.dtype].itemsize
     hidden = hidden_of(shape.tower_layers)
     if not trained or role.freeze_vision:
-        return TowerMemory(0.0, max(layers) * each)
+        return TowerMemory(0.0, max(there_at_once(m) for m, kept in found.items() if kept) * each)
     around = pixels_of_patch(shape.towers) + AROUND * hidden
     if role.activation_offload:
         return TowerMemory(0.0, (max(layers) + around) * each)
@@ -67,6 +68,19 @@ def kept_of_layer(layer: nn.Module) -> int:
     scales = len(list(layer.parameters(recurse=False)))  # of the layer's parts, learnt
     attention = 7 if is_one else 4
     return (of_norms + attention + scales) * hidden + (4 if gated else 2) * inside
+
+
+def there_at_once(layer: nn.Module) -> int:
+    """Returns the most elements of a patch that are there at once in a pass without gradient.
+
+    Attention has the layer's input, its norm, queries, keys and values, the rotated queries and
+    keys, three tensors that make these, and the output. An MLP has the input, its norm, what comes
+    out of the activation, with a gate also the other factor, and what the last product is given.
+    """
+    linears = [part for part in layer.modules() if isinstance(part, nn.Linear)]
+    hidden, inside = hidden_of([layer]), max(part.in_features for part in linears)
+    gated = sum(part.out_features == inside for part in linears) > 1
+    return max(11 * hidden, 2 * hidden + (3 if gated else 2) * inside)
 
 
 def hidden_of(layers: list[nn.Module]) -> int:

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from spmdrl.config.words import counted
 from spmdrl.rewards.workers.worker import cause_of
 
 FEW = 3
@@ -66,7 +67,7 @@ def as_markdown(rows: list[SampleRow]) -> str:
     blocks, where nothing of them is taken for markdown or HTML.
     """
     return "\n\n".join(
-        f"**{reward_text(row)}**, {row['response_tokens']} tokens, ended by "
+        f"**{reward_text(row)}**, {counted(row['response_tokens'], 'token')}, ended by "
         f"{row['finish_reason']}\n\nprompt\n\n{fenced(row['prompt'])}\n\nanswer\n\n"
         f"{fenced(row['response'])}"
         for row in rows

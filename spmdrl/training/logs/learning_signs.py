@@ -162,23 +162,24 @@ def cut_answers(rows: Sequence[Row], config: PpoConfig) -> str | None:
 
 
 def unused_tools(rows: Sequence[Row], config: PpoConfig) -> str | None:
-    """Tools are there and no answer of ten steps has a tool's reply."""
+    """Tools are there and no answer of ten steps calls one, or none has room for a reply."""
     calls = column(rows, "tools/calls")
-    if not config.tools or calls is None or max(calls) > 0:
+    if not config.tools or calls is None:
         return None
-    too_long = ""
-    if max(column(rows, "response/truncated") or [0.0]) > 0.1:
-        too_long = (
-            " Answers that were cut may have called one: replies that do not fit into "
-            f"rollout.max_tokens={config.rollout.max_tokens} are left out and not counted: lower "
+    if min(column(rows, "tools/unread") or [0.0]) == 1:
+        return (
+            f"no reply of a tool in the last {len(rows)} steps has fitted into rollout.max_tokens="
+            f"{config.rollout.max_tokens}, so the model reads none: lower "
             "--multi_turn.max_reply_tokens, or raise --rollout.max_tokens."
         )
+    if max(calls) > 0:
+        return None
     return (
         f"no answer of the last {len(rows)} steps called one of the tools of the config. "
         f"{read_answers(rows, config)} Either the model does not see the tools (--dry-run shows "
         "the first prompt as the chat template makes it), or it writes its calls in another form "
         "than the one that is read, or it must first learn to call them: name the tools in the "
-        f"prompt, or fine-tune on a few conversations with calls (spmdrl.sft).{too_long}"
+        "prompt, or fine-tune on a few conversations with calls (spmdrl.sft)."
     )
 
 

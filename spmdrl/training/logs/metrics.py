@@ -25,6 +25,7 @@ from spmdrl.data.visuals import Visual
 from spmdrl.distributed.agreement import broadcast_from_first, gather_to_first
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.multi_turn.environment import UNREAD
 from spmdrl.training.logs.sample_tokens import token_fields
 from spmdrl.training.logs.step_line import (
     COLUMNS,
@@ -93,7 +94,7 @@ class RunLog:
         with self.named("write metrics"):
             with writing(Path(self.run_dir, METRICS)):
                 self.check_is_there()
-                self.metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+                self.metrics.write(metrics_line({"step": step, **metrics}))
                 self.metrics.flush()
             for tracker in self.trackers:
                 tracker.log(step, dict(metrics))  # which it may change
@@ -145,6 +146,16 @@ class RunLog:
             with self.named("close trackers"):
                 for tracker in self.trackers:
                     tracker.close()
+
+
+def metrics_line(row: Mapping[str, Any]) -> str:
+    """Returns a line of metrics.jsonl, with null for numbers that JSON has not: NaN, infinities."""
+    lacking = {
+        name: None
+        for name, value in row.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
+    return json.dumps({**row, **lacking}, allow_nan=False) + "\n"
 
 
 def memory_of_process() -> dict[str, float]:
@@ -331,17 +342,19 @@ def merged(metrics: dict[str, float], topology: Topology) -> dict[str, float]:
 
 def count_replies(s: Sample, add: Callable[[str, float], None]) -> None:
     """turns/mean; turns/cut: fraction that was refused another; turns/reply_tokens per sample, and
-    tools/calls; of these tools/failed, a fraction. agents/rows: sequences of a trajectory that are
-    trained on."""
+    tools/calls; of these tools/failed and tools/unread, fractions. agents/rows: sequences of a
+    trajectory that are trained on."""
     add("turns/mean", s.num_turns)
     add("turns/cut", s.finish_reason == "turns")
     add("turns/reply_tokens", sum(len(r.loss_mask) - sum(r.loss_mask) for r in s.rows or [s]))
     if s.rows:
         add("agents/rows", len(s.rows))
-    calls = [message for message in s.messages if message["role"] == "tool"]
-    add("tools/calls", len(calls))
-    for call in calls:
+    read = [message for message in s.messages if message["role"] == "tool"]
+    unread = [call for message in s.messages for call in message.get(UNREAD, ())]
+    add("tools/calls", len(read) + len(unread))
+    for number, call in enumerate([*read, *unread]):
         add("tools/failed", bool(call.get("is_error")))
+        add("tools/unread", number >= len(read))
 
 
 def count_verdicts(judgement: Judgement, add: Callable[[str, float], None]) -> None:

@@ -7,6 +7,7 @@ Everything is read from the run's own files, so a resumed run tells all of its h
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from spmdrl.checkpoint.earlier_runs import METRICS, step_of
 from spmdrl.checkpoint.format import steps_in
 from spmdrl.config import PpoConfig, RunConfig, SupervisedConfig
+from spmdrl.config.words import counted
 from spmdrl.distributed.progress import spoken
 from spmdrl.training.logs.answers import SampleRow, few_answers, one_line, reward_text
 from spmdrl.training.logs.curves import REWARD, Curve, Points, Row, points
@@ -77,10 +79,11 @@ def without_options(arguments: Sequence[str], names: Sequence[str]) -> list[str]
 
 
 def read_rows(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl; what is no row of metrics is passed over."""
+    """The rows of metrics.jsonl, with NaN for null; what is no row of metrics is passed over."""
     path = Path(run_dir, METRICS)
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return [json.loads(line.strip(b"\0")) for line in lines if step_of(line) is not None]
+    rows = [json.loads(line.strip(b"\0")) for line in lines if step_of(line) is not None]
+    return [{n: math.nan if value is None else value for n, value in r.items()} for r in rows]
 
 
 def summary(ended: FinishedRun, rows: Sequence[Row]) -> str:
@@ -97,7 +100,7 @@ def summary(ended: FinishedRun, rows: Sequence[Row]) -> str:
 
 
 def headline(ended: FinishedRun) -> str:
-    steps = f"{ended.step} of {ended.config.steps} steps done"
+    steps = f"{ended.step} of {counted(ended.config.steps, 'step')} done"
     return f"{'Stopped' if ended.stopped else 'Finished'}: {steps}; run folder {ended.run_dir}"
 
 
@@ -109,7 +112,8 @@ def timing_lines(rows: Sequence[Row]) -> list[str]:
         return []
     tokens = sum(row["throughput/tokens_per_s"] * row["time/step_s"] for row in timed)
     return [
-        f"{len(timed)} steps took {spoken(seconds)}, {seconds / len(timed):.3g} s each, at "
+        f"{counted(len(timed), 'step')} took {spoken(seconds)}, {seconds / len(timed):.3g} s "
+        "each, at "
         f"{tokens / seconds:,.0f} tokens/s (without evaluations, checkpoints and the start)"
     ]
 
@@ -328,7 +332,7 @@ def continue_commands(ended: FinishedRun) -> list[tuple[str, str]]:
         more, dropped = ["--steps", str(2 * ended.config.steps), *more], ["resume", "steps"]
         if ended.config.epochs:
             more, dropped = ["--epochs", "0", *more], [*dropped, "epochs"]
-        what = f"train for {ended.config.steps} more steps"
+        what = f"train for {counted(ended.config.steps, 'more step')}"
     return [again(ended, what, dropped, more)]
 
 

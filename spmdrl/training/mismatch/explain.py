@@ -14,6 +14,7 @@ import torch
 
 from spmdrl.algo.objectives import needs_old_logprobs
 from spmdrl.config import PpoConfig
+from spmdrl.config.words import counted, verb
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.progress import PROGRESS
@@ -93,8 +94,12 @@ class Weights:
     @property
     def sentence(self) -> str:
         if not self.wrong:
-            return f"all {self.count} tensors of the engine are the trainer's, bit by bit"
-        more = f" (and on {len(self.wrong) - 1} more ranks)" if len(self.wrong) > 1 else ""
+            return (
+                f"all {counted(self.count, 'tensor')} of the engine are the trainer's, bit by bit"
+            )
+        more = (
+            f" (and on {counted(len(self.wrong) - 1, 'more rank')})" if len(self.wrong) > 1 else ""
+        )
         return f"{self.wrong[0]}{more}"
 
 
@@ -247,4 +252,4 @@ def older_sentence(sample: WorstSample, version: int) -> list[str]:
     older = int(((batch.policy_version < version) & (batch.loss_mask > 0)).sum())
     if not older:
         return []
-    return [f"{older} of its tokens were chosen with weights of an earlier step."]
+    return [f"{older} of its tokens {verb(older, 'were')} chosen with weights of an earlier step."]

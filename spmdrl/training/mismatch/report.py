@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.checkpoint.disk_space import writing
+from spmdrl.config.words import counted
 from spmdrl.training.mismatch.points import Point, TensorDifference
 from spmdrl.training.mismatch.verdict import LAYER, Divergence, layer_of
 
@@ -58,7 +59,7 @@ class MismatchReport:
             keep = layer is None or layer == wanted or (is_layer and layer in shown)
             if keep or index == marked:
                 if left_out:
-                    rows.append(f"  ... {left_out} more layers")
+                    rows.append(f"  ... {counted(left_out, 'more layer')}")
                     left_out = 0
                 rows.append(row_of(point, index == marked, self.divergence))
             elif is_layer:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from spmdrl.config.words import counted
 from spmdrl.engines.recorded_pass import RecordedPass
 from spmdrl.rollout.engine_names import own_name
 from spmdrl.training.mismatch.points import FINAL_NAME, ROTARY, Point
@@ -169,7 +170,8 @@ def settings_apart(engine: RecordedPass, trainer: RecordedPass) -> list[str]:
     if found:
         path, theirs, scale = found[0]
         sentences.append(
-            f"The attention scale differs in {len(found)} of {len(trainer.scales)} layers, first "
+            f"The attention scale differs in {len(found)} of "
+            f"{counted(len(trainer.scales), 'layer')}, first "
             f"in {path.rpartition('.')[0]}: the engine multiplies scores by {theirs:.6g}, the "
             f"trainer by {scale:.6g}."
         )
@@ -250,7 +252,8 @@ def describe_flip(flip: Flip, engine: str, dtype: str) -> list[str]:
     sentences = [
         f"The first flipped expert: in layer {flip.layer} token {flip.token} goes to expert "
         f"{listed(flip.engine)} in {engine}, and to {listed(flip.trainer)} in the trainer "
-        f"({flip.router}). All before it agrees; in this layer it is so for {counted(flip.count)}."
+        f"({flip.router}). All before it agrees; in this layer it is so for "
+        f"{counted(flip.count, 'token')}."
     ]
     if flip.margin is not None and flip.apart is not None:
         near = 0 <= flip.margin <= 2 * flip.apart
@@ -262,10 +265,6 @@ def describe_flip(flip: Flip, engine: str, dtype: str) -> list[str]:
                "so the routers choose by different rules.")
         )  # fmt: skip
     return sentences
-
-
-def counted(tokens: int) -> str:
-    return f"{tokens} token{'s' * (tokens != 1)}"
 
 
 def listed(numbers: list[int]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmdrl.config import PpoConfig
+from spmdrl.config.words import counted, verb
 from spmdrl.training.replay.sequence_sums import FIELDS, SMALL, SequenceSums
 
 EXACT = frozenset({"token_ids", "loss_mask"})
@@ -54,7 +55,7 @@ def compared_sums(run: SequenceSums, replay: SequenceSums, replay_steps: int) ->
             "sequences", str(len(run.addresses)), str(len(replay.addresses)), math.inf
         )  # fmt: skip
         return
-    count = f"{len(run.addresses)} sequences"
+    count = counted(len(run.addresses), "sequence")
     for name in FIELDS:
         if name not in run.sums or name not in replay.sums or not len(run.addresses):
             continue
@@ -82,7 +83,7 @@ def named_sample(group: int, index: int, replay_steps: int) -> str:
     """
     number, age = divmod(group, 1 + replay_steps)
     name = f"sample {number}.{index}"
-    return f"{name} of {age} step{'s' * (age > 1)} before" if age else name
+    return f"{name} of {counted(age, 'step')} before" if age else name
 
 
 def same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -93,7 +94,8 @@ def same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def compared_metrics(run: Mapping[str, Any], replay: Mapping[str, float]) -> Iterator[Compared]:
     names = [n for n in replay if n in run and not n.startswith(OF_LAYOUT)]
     for name in sorted(names, key=lambda name: name == LAST):
-        ours, theirs = float(replay[name]), float(run[name])
+        # metrics.jsonl has null for infinities too
+        ours, theirs = (x if math.isfinite(x) else math.nan for x in (replay[name], run[name]))
         yield Compared(
             name, f"{theirs:.8g}", f"{ours:.8g}", relative_difference(name, theirs, ours)
         )
@@ -135,14 +137,17 @@ def verdict(found: list[Compared], tolerance: float) -> str:
     if first is None:
         most = max((each.difference for each in found), default=0.0)
         return (
-            f"equal: all {len(found)} numbers, {exact} of them in every bit; the largest "
+            f"equal: all {counted(len(found), 'number')}, {exact} of them in every bit; the "
+            "largest "
             f"difference is {most:.1e}, the limit {tolerance:g}"
         )
     values = f": {first.run} in the run, {first.replay} now" if first.replay else ""
     where = f" of {first.where}" if first.where else ""
     number = sum(each.difference > tolerance for each in found)
     return (
-        f"{number} of {len(found)} numbers differ by more than {tolerance:g}. The first, in the "
+        f"{number} of {counted(len(found), 'number')} {verb(number, 'differ')} by more than "
+        f"{tolerance:g}. The "
+        "first, in the "
         f"order in which a step computes them: {first.name}{where}{values} "
         f"(difference {first.difference:.1e})"
     )
@@ -164,7 +169,11 @@ def edit_lines(
     fields = [
         f"{c.name} differ in {c.replay}" for c in differing_fields(sums, edited_sums)
     ]  # fmt: skip
-    return [*aligned(rows), f"{equal} other metrics are the same", *fields]
+    return [
+        *aligned(rows),
+        f"{counted(equal, 'other metric')} {verb(equal, 'are')} the same",
+        *fields,
+    ]
 
 
 def differing_fields(one: SequenceSums, other: SequenceSums) -> Iterator[Compared]:
@@ -176,7 +185,9 @@ def differing_fields(one: SequenceSums, other: SequenceSums) -> Iterator[Compare
         if name in one.sums and name in other.sums:
             count = int((one.sums[name] != other.sums[name]).sum())
             if count:
-                yield Compared(FIELDS[name], "", f"{count} of {len(one.addresses)} sequences", 1.0)
+                yield Compared(
+                    FIELDS[name], "", f"{count} of {counted(len(one.addresses), 'sequence')}", 1.0
+                )
 
 
 def number(value: float | None) -> str:

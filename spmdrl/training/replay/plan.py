@@ -9,6 +9,7 @@ from typing import Any
 
 from spmdrl.checkpoint.format import read_run, steps_in
 from spmdrl.config import ConfigError, PpoConfig
+from spmdrl.config.words import counted
 from spmdrl.training.logs.summary import read_rows
 from spmdrl.training.replay.keeper import FOLDER, NAME, kept_file
 from spmdrl.training.replay.sample_files import KeptFile, read
@@ -33,7 +34,7 @@ class ReplayPlan:
         """Says what is replayed, and from where."""
         start = f"{self.start}" if self.start else "the models as the run began"
         between = self.step - 1 - self.done
-        more = f" and {between} step{'s' * (between > 1)} between" if between else ""
+        more = f" and {counted(between, 'step')} between" if between else ""
         return f"step {self.step} of {self.run_dir}: replayed from {start}{more}"
 
 

@@ -11,6 +11,7 @@ from tiny_models import save_qwen3, save_tokenizer
 from training_batches import CONFIG as BASE
 from training_batches import LENS, whole_batch
 
+from spmdrl.algo.own_functions import fault_of
 from spmdrl.config import AlgoConfig, DistillationConfig, OptimConfig, TrainConfig
 from spmdrl.distributed.torch_compat import TorchDispatchMode, storage_id
 
@@ -238,7 +239,8 @@ def poisoned_case(topology, models, case):
     poison = float("nan") if share_of(engine)[:1] == [0] else 1.0
 
     def loss_fn(logprobs, entropy, mb):
-        return (logprobs * mb.loss_weights).sum() * poison, {}
+        losses = logprobs * mb.loss_weights * poison
+        return losses.sum(), fault_of("my loss", losses, logprobs)
 
     with pytest.raises(FloatingPointError) as error:
         engine.update(batch, loss_fn, 1.0)
@@ -255,6 +257,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_changes_nothing(models):
     for results in run_ranks(2, poisoned_on, models, cases):
         for message, (metrics, weights), (want_metrics, want_weights) in results:
             assert "update 1: loss nan" in message
+            assert ", as my loss returned losses that are not finite; the weights" in message
             assert metrics == want_metrics
             assert all(torch.equal(weights[name], want) for name, want in want_weights.items())
 

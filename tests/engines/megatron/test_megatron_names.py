@@ -37,8 +37,8 @@ WRONG_LAYOUTS = [  # family, degrees, world size, what the message must say
     ("qwen3", {"pipeline": 3}, None, "or num_layers_in_first_pipeline_stage=1, num_layers_in_last"),
     ("qwen3", {"virtual": 2}, None, "wants pipeline_parallel > 1"),
     ("qwen3", {"first_stage": 2}, None, "first_pipeline_stage=2: wants pipeline_parallel > 1"),
-    ("qwen3", {"pipeline": 2, "first_stage": 4}, None, "0 of 4 layers are left for 1 other stages"),
-    ("qwen3", {"pipeline": 2, "first_stage": 2, "last_stage": 1}, None, "1 of 4 layers are left"),
+    ("qwen3", {"pipeline": 2, "first_stage": 4}, None, "0 of 4 layers are left for 1 other stage,"),
+    ("qwen3", {"pipeline": 2, "first_stage": 2, "last_stage": 1}, None, "1 of 4 layers is left"),
     ("qwen3", {"pipeline": 4, "last_stage": 2}, None, "2 of 4 layers are left for 3 other stages"),
     (
         "qwen3",

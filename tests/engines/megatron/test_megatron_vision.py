@@ -11,12 +11,14 @@ import torch
 from ranks import groups_that_end, run_calls, run_ranks
 from rollout_checks import pushed_to_hf, weights_copied
 from safetensors.torch import load_file
-from tiny_models import save_qwen_vl
+from tiny_models import film, save_qwen_vl
 from training_batches import CONFIG, on_data_ranks
 from vision_checks import logprobs_alone, packed, prompts_of, vision_of
 
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
 from spmdrl.data.images import BatchImages
+from spmdrl.data.visuals import Video
+from spmdrl.types import Prompt
 from spmdrl.weights.boxes import view, whole
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
@@ -46,6 +48,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     save_qwen_vl(folder / "qwen2_5_vl")
     save_qwen_vl(folder / "qwen2_vl", "qwen2_vl", tied=True)
+    for seed in range(2):
+        film(folder / f"{seed}.avi", seed)
     return folder
 
 
@@ -118,13 +122,45 @@ def trained_case(
     return before, metrics, dict(weights_copied(actor)), checked, decoded
 
 
+def films_on(topology: Any, folder: Path) -> tuple[int, list[int], float]:
+    """How many videos this rank has decoded in two stages, the numbers of the batch's, and the loss
+    of an update. Prompts are read when they are asked for, as those of a run are.
+    """
+    model = str(Path(folder) / "qwen2_vl")
+    config = dataclasses.replace(CONFIG, engine="megatron", **PP)
+    with groups_that_end():
+        actor, ranks = engine_of(topology, "policy", model, config)
+        vision = vision_of(model)
+        read, decode = vision.shown_videos, vision.shown_videos.decoded
+        films, decoded = [Video(Path(folder, f"{seed}.avi"), None) for seed in range(2)], []
+
+        def prompt(number: int) -> Prompt:
+            ids = vision.placed([5, read.token_id, 6], [films[number]])
+            return Prompt(number, ids, "d", "", "", images=(films[number],))
+
+        batch = packed([prompt(0), prompt(1), prompt(0)], [[7, 8, 9], [10, 11], [12]])
+        batch.advantages = batch.loss_mask.clone()
+        read.clips.clear()
+        vision.cache.clear()
+        read.decoded = lambda video: decoded.append(films.index(video)) or decode(video)
+        images = BatchImages(vision, prompt)
+        metrics = actor.update(on_data_ranks(ranks, batch), weighed, 1.0, images=images)
+    return len(decoded), sorted({*decoded}), metrics["loss"]
+
+
+def test_the_first_stage_alone_decodes_videos(updated: Any) -> None:
+    first, second = updated[3]
+    assert first[1] == [0, 1] and second[0] == 0
+    assert first[2] == second[2]
+
+
 @pytest.fixture(scope="module")
 def updated(models: Path) -> tuple[list[Any], list[list[Any]], list[list[Any]]]:
     """What `trained_on` gives: engine fsdp on one rank, engine megatron on each of two; and what
-    `gradients_on` gives on these two.
+    `gradients_on` and `films_on` give on these two.
     """
     (fsdp,) = run_ranks(1, trained_on, models, "fsdp")
-    calls = [(trained_on, (models, "megatron")), (gradients_on, (models,))]
+    calls = [(trained_on, (models, "megatron")), (gradients_on, (models,)), (films_on, (models,))]
     return fsdp, *run_calls(2, calls)
 
 
@@ -141,7 +177,7 @@ def pipelined(case: str) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_updates_are_fsdps(models: Path, updated: Any, case: str) -> None:
     kind, model, both, _ = CASES[case]
-    number, (fsdp, every, _) = [*CASES].index(case), updated
+    number, (fsdp, every, *_) = [*CASES].index(case), updated
     before, metrics, wanted, *_ = fsdp[number]
     asked = [rank[number] for rank in every if len(rank[number][0])]
     assert asked

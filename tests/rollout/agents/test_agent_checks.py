@@ -99,7 +99,7 @@ def test_a_source_without_an_agent_and_images_are_refused_once_the_data_is_known
     check_agent_data(of_agent(), dataset("a", "b"))
     with pytest.raises(ConfigError, match="`agent` has no data_source 'c'; it has 'a', 'b'"):
         check_agent_data(both, dataset("a", "c"))
-    with pytest.raises(ConfigError, match=r"a prompt has 1 images, and agents\.max_images=0"):
+    with pytest.raises(ConfigError, match=r"a prompt has 1 image, and agents\.max_images=0"):
         check_agent_data(of_agent(), dataset("a", images=1))
     check_agent_data(of_agent(agent=None), dataset("c", images=1))
 
