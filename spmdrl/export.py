@@ -23,7 +23,7 @@ from spmdrl.cli.hub_names import HubName, hub_model
 from spmdrl.cli.paths import check_model_path, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError
 from spmdrl.distributed.env import before_torch, without_garbage_collection
-from spmdrl.distributed.exit import exit_config
+from spmdrl.distributed.exit import FAILED, exit_config, leave, say
 from spmdrl.distributed.output import keep_output
 from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
@@ -79,6 +79,9 @@ def main(
               trust_remote_code, target, commit_message, rank, world)  # fmt: skip
     except ConfigError as error:
         exit_config(error)
+    except OSError as error:  # its text names the file, and the room that there is
+        say(f"\nspmdrl: {error}")
+        leave(FAILED)
     PROGRESS.stop()
 
 
@@ -113,7 +116,8 @@ def write(
         writers = Writers(rank, world, partial(wait_for_all, world))
         export(*folders, dtype, ema, base, without_mtp, writers)
     PROGRESS.now("")
-    PROGRESS.line(f"wrote {out}")
+    if rank == 0:
+        PROGRESS.line(f"wrote {out}")
     if target is not None and rank == 0:
         PROGRESS.now(f"uploading {out} to {target}")
         address = push_export(target, *folders, commit_message)

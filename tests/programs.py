@@ -197,6 +197,8 @@ def run_rank(
 ) -> None:
     """Leaves torchrun's session, its signal handlers, its sockets and what else it has open."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:  # a new program ignores it, too
+            continue
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, default)
     os.setsid()

@@ -38,9 +38,9 @@ class CheckpointConfig:
     # what may be another than it was in the run that is resumed: ("data", "model"). Content that
     # the config only names; changes of the config itself are logged. docs/operations.md
     accept_changes: tuple[Change, ...] = ()
-    # what SIGTERM, SIGUSR1 or Ctrl-C leaves the run to end its step and save: torchrun kills ranks
-    # 30 s after it passed a signal on (--shutdown-timeout), Slurm KillWait after its own. 0: the
-    # step is abandoned, the last checkpoint stands
+    # what SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C leaves the run to end its step and save: torchrun
+    # kills ranks 30 s after it passed a signal on (--shutdown-timeout), Slurm KillWait after its
+    # own. 0: the step is abandoned, the last checkpoint stands
     grace_s: float = 25.0
     # after every so many steps a checkpoint also stands in the memory of the hosts, in /dev/shm,
     # each host's part on the next host too: a job that loses a rank or a host goes on from it. 0:

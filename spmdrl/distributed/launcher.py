@@ -36,7 +36,7 @@ from spmdrl.distributed.faults.network import address_towards, addresses_of, int
 from spmdrl.distributed.faults.rendezvous import owner_of, reason_of
 from spmdrl.distributed.membership import RENDEZVOUS, Membership, forget_other_job
 from spmdrl.distributed.runs import RUNS
-from spmdrl.distributed.signals import STOPPING
+from spmdrl.distributed.signals import STOPPING, is_ignored
 
 FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 HEAD_S = 600.0  # as long as torchrun waits for the nodes to meet
@@ -246,6 +246,25 @@ def listens_at_once(arguments: list[str]) -> bool:
     return options.module and options.training_script in [f"spmdrl.{run}" for run in RUNS]
 
 
+def signals_to_handle() -> list[str]:
+    """Returns options for torchrun, which would take SIGHUP from nohup as well, and end the run
+    when its terminal is gone.
+    """
+    return ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"] if is_ignored(signal.SIGHUP) else []
+
+
+def pass_on(watch: Watch, number: signal.Signals) -> None:
+    """Has ranks hear a signal that torchrun would die of, unless this process is to ignore it."""
+
+    def tell_ranks(*_: Any) -> None:
+        for pid in elastic_compat.rank_pids(watch.agent) if watch.agent is not None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    if not is_ignored(number):
+        signal.signal(number, tell_ranks)
+
+
 def be_quiet() -> None:
     """torchrun's own log tells of processes and signals: for those who ask for it by LOGLEVEL."""
     for name in list(logging.root.manager.loggerDict) if "LOGLEVEL" not in os.environ else ():
@@ -371,6 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
     elastic_compat.replace_free_port(HeldPorts())
     elastic_compat.tell_hosts_that_are_not_needed()
     be_quiet()
+    pass_on(watch, signal.SIGUSR1)
     # a locale that lacks a letter of a path or a prompt must not matter to the ranks
     os.environ.setdefault("PYTHONUTF8", "1")
     # else ranks that are started again read the addresses of those before them
@@ -379,7 +399,7 @@ def main(arguments: list[str] | None = None) -> int:
         with own_folder(watch), member_of_job(arguments, watch):
             if listens_at_once(arguments):
                 elastic_compat.block_signal_in_ranks(signal.SIGINT)
-            torchrun([*meet_other_nodes(arguments), *arguments])
+            torchrun([*signals_to_handle(), *meet_other_nodes(arguments), *arguments])
     except ChildFailedError as error:
         if told := told_of(error.failures):
             say(told)

@@ -1,10 +1,10 @@
 """Signals that end a run in order: after the step, with a checkpoint, by the code for "again".
 
-SIGINT (Ctrl-C), SIGTERM (torchrun, Slurm, Kubernetes) and SIGUSR1 (what sbatch --signal sends ahead
-of a time limit) are noted by a thread, since the main one may be blocked in a collective, and
-Python runs its handlers there only. Ranks hear of a signal at different moments, or not at all:
-after each step they vote (stop_votes.py). spmdrl/__init__.py has a program listen for SIGINT from
-its first moment on, so this imports neither torch nor the config.
+SIGINT (Ctrl-C), SIGTERM (torchrun, Slurm, Kubernetes), SIGHUP (a terminal that is gone) and SIGUSR1
+(what sbatch --signal sends ahead of a time limit) are noted by a thread, since the main one may be
+blocked in a collective, and Python runs its handlers there only. Ranks hear of a signal at
+different moments, or not at all: after each step they vote (stop_votes.py). spmdrl/__init__.py has
+a program listen for SIGINT from its first moment on, so this imports neither torch nor the config.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 from spmdrl.distributed.exit import INTERRUPTED, REQUEUE, leave
 from spmdrl.distributed.progress import PROGRESS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+AT_ONCE = (signal.SIGINT, signal.SIGTERM)  # what a second signal is that ends the run amid a step
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
 WORD_S = 4.0  # for the other ranks to hear why this one leaves
 TOLD_S = 2.0  # torchrun's SIGTERM may be its answer to a rank that died, which a watchdog tells of
@@ -47,7 +48,7 @@ class Stopping:
 
     def listen(self, signals: Iterable[signal.Signals] = SIGNALS) -> None:
         """Takes the process's signals: a program's business, not a library's. Later calls take
-        further ones.
+        further ones. SIGHUP stays ignored where nohup has the process ignore it.
         """
         if self.listener != os.getpid():
             self.listener = os.getpid()
@@ -56,6 +57,8 @@ class Stopping:
             signal.set_wakeup_fd(self.inlet, warn_on_full_buffer=False)
             threading.Thread(target=self._listen, name="signals", daemon=True).start()
         for number in signals:
+            if number == signal.SIGHUP and is_ignored(number):
+                continue
             signal.signal(number, _noted)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])  # launcher.py blocks one
 
@@ -92,7 +95,7 @@ class Stopping:
             self.asked, self.asked_at = number.name, time.monotonic()
             if not self.armed and number != signal.SIGTERM:
                 self._quit(number.name, code_of(number))
-        elif number != signal.SIGUSR1 and time.monotonic() - self.asked_at > SAME_S:
+        elif number in AT_ONCE and time.monotonic() - self.asked_at > SAME_S:
             code = code_of(signal.Signals[self.asked])  # torchrun passes a second SIGINT as SIGTERM
             # another rank may take this signal for the first that it heard
             self._quit(f"a second signal, {number.name}", code, number == signal.SIGTERM)
@@ -107,6 +110,10 @@ class Stopping:
             told.start()
             told.join(WORD_S)  # a store that does not answer is not waited for
         leave(code)
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def code_of(number: signal.Signals) -> int:

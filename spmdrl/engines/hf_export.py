@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.format import damage
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.classifier import is_classifier
@@ -92,12 +93,15 @@ def export(
     elif writers.rank == 0 and mtp is not None:
         logger.info("%s", told_of_mtp(mtp, base or trained_model(checkpoint), chosen))
     writers.wait()  # all have found `out` free
-    out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
     is_tied = bool(getattr(config, "tie_word_embeddings", False))
     write_sources(sources, config.model_type, is_tied, out, writers)
     writers.wait()
-    if writers.rank == 0:
-        for file in sorted(hf.iterdir(), key=lambda file: file.name == CONFIG):
+    if writers.rank != 0:
+        return
+    with writing(out):
+        for file in hf.iterdir():
             if file.name != CONFIG:
                 shutil.copy(file, out)
         write_config(Path(hf, CONFIG), chosen, out)
@@ -359,15 +363,20 @@ def write_sources(
         if number % writers.world != writers.rank:
             continue
         specs = {n: spec for group in numbers for n, spec in groups[group].items()}
-        file = SafetensorsFile(Path(out, name), specs)
+        path = Path(out, name)
+        with writing(path):
+            file = SafetensorsFile(path, specs)
         for group in numbers:
             for key, tensor in as_published(kind, sources[group][0].read()):
                 if key in specs:
-                    file.write(key, tensor)
-        file.close()
+                    with writing(path):
+                        file.write(key, tensor)
+        with writing(path):
+            file.close()
     writers.wait()
     if writers.rank == 0:
-        write_index_of(files, groups, out)
+        with writing(out):
+            write_index_of(files, groups, out)
 
 
 def write_weights(

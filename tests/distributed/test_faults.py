@@ -247,7 +247,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder):
     assert [row["step"] for row in metrics_of(Path(folder, "run"))] == list(range(7))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_the_step_saves_and_leaves_to_be_started_again(folder, number):
     """Of SIGINT see test_the_launcher_says_how_its_ranks_took_a_signal."""
     proc = start(
@@ -267,6 +267,30 @@ def test_a_signal_ends_the_step_saves_and_leaves_to_be_started_again(folder, num
     if number == signal.SIGUSR1:  # after the others torchrun says nothing of its ranks
         assert "exitcode  : 75" in done.output
         assert "exitcode  : 1 " not in done.output
+
+
+def launch_under_nohup(folder: str, command: list[str]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    launch(folder, OURS, command, environment(), forked=True)
+
+
+def test_a_run_under_nohup_outlives_its_terminal_and_its_launcher_passes_usr1_on(folder):
+    command = ["--standalone", "--nproc-per-node", "2", "-m", "spmdrl.ppo", *ENDLESS,
+               "--checkpoint.every_steps", "900"]  # fmt: skip
+    Path(folder, "log").touch()
+    process = SERVER.Process(target=launch_under_nohup, args=(str(folder), command))
+    process.start()
+    RUNNING.append(process)
+    wait_for(folder, "step 2/1000", process)
+    for pid in (process.pid, *pids_of(process.pid)):
+        os.kill(pid, signal.SIGHUP)
+    steps = len(metrics_of(Path(folder, "run")))
+    wait_for(folder, f"step {steps + 3}/1000", process)
+    os.kill(process.pid, signal.SIGUSR1)
+    done = finish(process, folder, LIMIT_S)
+    assert done.code == 75, done.output[-4000:]
+    [told] = re.findall(r"spmdrl: stopped after step (\d+) of 1000; --resume auto", done.output)
+    assert Path(folder, f"run/checkpoints/step_{int(told):08d}/manifest.json").exists()
 
 
 def test_what_the_grace_time_does_not_suffice_for_is_abandoned(folder):

@@ -76,6 +76,10 @@ def test_export_gives_the_model_and_what_peft_loads(folder, whole):
     checkpoint = folder / "whole/checkpoints/step_00000002"
     export(checkpoint, folder / "merged", "float32")
     export_adapter(checkpoint, folder / "adapter", "")
+    (folder / "full").mkdir()
+    (folder / "full" / "adapter_model.safetensors").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"cannot write \S+/full, where .*No space left"):
+        export_adapter(checkpoint, folder / "full", "")
     ids = torch.randint(4, 60, (3, 13))
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float64)
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)

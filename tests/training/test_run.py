@@ -192,6 +192,12 @@ def test_export_loads_and_is_what_was_trained(folder, uninterrupted):
     again = train(folder, 1, *args, program="spmdrl.export")
     assert again.code == 2, again.output
     assert "already holds a model" in again.output
+    Path(folder, "full").mkdir()
+    Path(folder, "full", "model.safetensors.unfinished").symlink_to("/dev/full")
+    full = train(folder, 1, *args[:-1], "full", program="spmdrl.export")
+    assert full.code == 1
+    assert "Traceback" not in full.output
+    assert re.search(r"spmdrl: \S+ \S+ cannot write full/model.safetensors, where", full.output)
 
 
 def test_critic_reference_and_tensor_parallel_rollout(folder):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdrl.checkpoint.disk_space import writing
 from spmdrl.config import ConfigError, LoraConfig
 from spmdrl.config.words import counted
 from spmdrl.distributed.collectives import broadcast_object
@@ -274,9 +275,8 @@ def write_adapter(
     `<layer>.lora_magnitude_vector`; of stacked weights of experts, whose names are `stacks`, the
     same after the name of the weight.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    folder.mkdir(parents=True, exist_ok=True)
     targets: Sequence[str] = sorted({name.rpartition(".")[2] for name in layers})
     # peft's own "all-linear" may mean other layers; a list of ends means these in peft and vLLM
     if lora.target_modules != "all-linear":
@@ -285,9 +285,12 @@ def write_adapter(
         targets = layers
     config = peft_config(lora, targets, model)
     config.inference_mode = True
-    config.save_pretrained(folder)
     others = {stack + part for stack in stacks for part in ADAPTER}
     named = {name: tensor for name, tensor in tensors.items() if name not in others}
     named |= peft_tensors(stacks, tensors)
     state = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in named.items()}
-    save_file(state, Path(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        content = save(state, metadata={"format": "pt"})
+        Path(folder, "adapter_model.safetensors").write_bytes(content)

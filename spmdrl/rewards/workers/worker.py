@@ -381,8 +381,9 @@ def load(setup: dict[str, Any]) -> list[Callable[..., Any]]:
 
 def main(fd: int, parent: int) -> None:
     die_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the trainer, which
-        signal.signal(number, lambda *_: None)  # may want to end its step; children take defaults
+    # meant for the trainer, which may want to end its step; children take defaults
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer has gone: nobody to tell
         serve(WorkerConnection(fd))
 
