@@ -74,6 +74,7 @@ def task(config: PreferenceTrainingConfig) -> Task:
 
 def objective(config: PreferenceTrainingConfig, share: Share) -> Objective:
     """The loss over the global batch. Collective: the KL of labelled answers is computed first."""
+    from spmdrl.algo.own_functions import preference_loss_name
     from spmdrl.algo.preference_losses import loss_function, preference_loss_of
     from spmdrl.algo.preference_terms import labelled_terms, pair_terms, preference_loss
     from spmdrl.training.supervised import Objective
@@ -85,8 +86,9 @@ def objective(config: PreferenceTrainingConfig, share: Share) -> Objective:
     else:
         terms = partial(pair_terms, loss=loss, ld_alpha=config.preference.ld_alpha)
     seam = partial(
-        preference_loss, terms=terms, num_rows=share.num_rows, num_tokens=share.num_tokens
-    )
+        preference_loss, terms=terms, num_rows=share.num_rows, num_tokens=share.num_tokens,
+        where=preference_loss_name(loss),
+    )  # fmt: skip
     return Objective(seam, partial(measure, terms=terms), share.num_rows)
 
 

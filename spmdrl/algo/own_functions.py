@@ -116,11 +116,16 @@ def losses_and_metrics(
     return losses, metrics
 
 
+def preference_loss_name(function: Callable[[Any], Any]) -> str:
+    """Returns what errors call a loss of preference optimisation, options given."""
+    return f"the preference loss {name_of(getattr(function, 'func', function))}"
+
+
 def checked_answers(
     function: Callable[[Any], Any], answers: Any, logprobs: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Calls a loss of preference optimisation. logprobs: of answers, one for each loss there is."""
-    where = f"the preference loss {name_of(getattr(function, 'func', function))}"
+    where = preference_loss_name(function)
     losses, metrics = losses_and_metrics(where, function(answers), TAKEN_OF_ANSWERS)
     named = {"losses": losses} | {f"the metric {key!r}": value for key, value in metrics.items()}
     for what, value in named.items():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.algo.own_functions import checked_answers
+from spmdrl.algo.own_functions import checked_answers, fault_of
 from spmdrl.algo.preference_losses import LabelledAnswers, Loss, Pairs
 from spmdrl.segments import segment_expand, segment_sum
 from spmdrl.types import Batch
@@ -151,18 +151,20 @@ def by_label(means: dict[str, float]) -> dict[str, float]:
 
 
 def preference_loss(
-    logprobs: Tensor, entropy: Tensor, mb: Batch, terms: Terms, num_rows: int, num_tokens: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs: Tensor, entropy: Tensor, mb: Batch, terms: Terms, num_rows: int, num_tokens: float,
+    where: str = "the preference loss",
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The seam of engines/base.py: the mean over the rows of the global batch.
 
     num_rows: pairs, or labelled answers, of all ranks. num_tokens: unmasked ones of all ranks, by
-    which engines divide metrics.
+    which engines divide metrics. where: what errors call the loss.
     """
     found = terms(logprobs, mb)
-    loss = found.pop("loss").sum() / num_rows
+    losses = found.pop("loss")
+    loss, fault = losses.sum() / num_rows, fault_of(where, losses, logprobs, mb.ref_sums)
     per_token = num_tokens / num_rows
     metrics = {name: values.detach().sum() * per_token for name, values in found.items()}
-    return loss.float(), metrics | {"entropy": (entropy.detach() * mb.loss_mask).sum()}
+    return loss.float(), metrics | fault | {"entropy": (entropy.detach() * mb.loss_mask).sum()}
 
 
 def term_sums(found: dict[str, Any]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.options import options_of
+from spmdrl.algo.own_functions import preference_loss_name, without_faults
 from spmdrl.algo.preference_losses import (
     PREFERENCE_LOSSES,
     PreferenceLoss,
@@ -201,6 +202,7 @@ def test_micro_batches_and_stand_ins_add_up_to_the_mean_over_pairs(name):
     num_tokens = float(batch.loss_mask.sum())
     seam = partial(preference_loss, terms=terms, num_rows=5, num_tokens=num_tokens)
     whole, metrics = seam(logprobs, torch.zeros_like(logprobs), batch)
+    assert without_faults({name: float(total) for name, total in metrics.items()})[1] == ""
     (grad,) = torch.autograd.grad(whole, logprobs)
     assert torch.isfinite(grad).all()
     total, sums, gradients = 0.0, {}, []
@@ -248,6 +250,18 @@ def test_orpo_of_a_certain_answer_is_finite():
 
 def mine(answers, *, beta: float = 1.0):
     return beta * (answers.rejected - answers.chosen), {}
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    batch, logprobs = made(8)
+    terms = partial(pair_terms, loss=partial(mine, beta=math.inf), ld_alpha=None)
+    where = preference_loss_name(partial(mine))
+    _, sums = preference_loss(
+        logprobs, torch.zeros_like(logprobs), batch, terms, num_rows=5, num_tokens=9, where=where
+    )
+    kept, said = without_faults({name: float(total) for name, total in sums.items()})
+    assert said == ", as the preference loss mine returned losses that are not finite"
+    assert not any("fault" in name for name in kept)
 
 
 def test_a_function_of_the_users_is_a_loss():
