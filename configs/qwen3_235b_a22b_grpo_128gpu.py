@@ -46,7 +46,7 @@ config = PpoConfig(
         max_tokens=8192,
         tensor_parallel=8,
         max_num_seqs=256,
-        gpu_memory_utilization=0.85,
+        gpu_memory_utilization=0.8,  # Megatron's weights come back for a checkpoint
     ),
     actor=TrainConfig(
         **LAYOUT,

@@ -68,6 +68,7 @@ from spmdrl.training.runtime import Runtime
 from spmdrl.training.teacher import Teacher, ask_teacher, build_teacher
 from spmdrl.types import Batch
 from spmdrl.weights.holders import agree_on_shards
+from spmdrl.weights.transfer import gathered
 
 BUCKET_BYTES = 512 << 20  # gathered at once
 
@@ -311,8 +312,10 @@ def finish(run: SupervisedRun, log: RunLog) -> None:
         return
     with run.runtime.phases("save"):
         # gathered as they were trained, and rounded once, when they are written
-        weights = actor.named_weights(torch.float32, BUCKET_BYTES)
-        held = agree_on_shards(actor.named_shards(), run.actor.topology.control)
+        topology = run.actor.topology
+        shards = actor.named_shards()
+        weights = gathered(shards, torch.float32, BUCKET_BYTES, topology, to_first=True)
+        held = agree_on_shards(shards, topology.control)
         shapes = {weight.name: weight.shape for weight in held}  # also of other pipeline stages
         export(weights, shapes, run, Path(config.out))
         if config.actor.ema:
@@ -324,12 +327,12 @@ def finish(run: SupervisedRun, log: RunLog) -> None:
 
 
 def export(
-    gathered: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]],
+    named: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]],
     run: SupervisedRun, out: Path,
 ) -> None:  # fmt: skip
     """Rank 0 writes the tensors as they are gathered. shapes: of all of them. Collective."""
     if not run.runtime.is_main:
-        for _ in gathered:
+        for _ in named:
             pass
         return
     config, *others = run.actor.model.pretrained
@@ -340,7 +343,7 @@ def export(
         out.mkdir(parents=True, exist_ok=True)
         for part in (config, *others, run.tokenizer):
             part.save_pretrained(out)
-        write_weights(gathered, shapes, dtype, out, copies, mtp)
+        write_weights(named, shapes, dtype, out, copies, mtp)
 
 
 def stored_mtp(run: SupervisedRun) -> MtpTensors | None:

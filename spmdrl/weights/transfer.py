@@ -290,11 +290,16 @@ def fill_one(
 
 
 def gathered(
-    named: Mapping[str, Shards], dtype: torch.dtype, bucket_bytes: int, topology: Topology
-) -> Iterator[tuple[str, Tensor]]:
+    named: Mapping[str, Shards], dtype: torch.dtype, bucket_bytes: int, topology: Topology,
+    to_first: bool = False,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """(name, full tensor) of every weight on every rank of the topology, over which it is
-    collective until it is exhausted.
+    collective until it is exhausted. to_first: on its first rank alone, which writes them, say; to
+    the others nothing is sent.
     """
+    receivers = topology.ranks[:1] if to_first else topology.ranks
+    if to_first:
+        topology.connect()  # some ranks may have nothing to send
     weights, derived = agree_on_shards(named, topology.control), derived_of(named)
     rounds = rounds_of(weights, bucket_bytes // 2)
     if derived is not None:
@@ -302,7 +307,7 @@ def gathered(
     for group in rounds:
         if derived is not None:
             derived.compute([weight.name for weight in group])
-        table = [[rank] for rank in topology.ranks]
+        table = [[rank] for rank in receivers]
         yield from full_tensors(
             group, lambda: lying(named, topology.device), table, dtype,
             slot_bytes(bucket_bytes, topology.device), topology,

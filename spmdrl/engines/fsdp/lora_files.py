@@ -258,7 +258,7 @@ def save_adapter(
     DoRA's magnitudes. Collective over the topology.
     """
     first = topology.rank == 0
-    tensors = gathered(named, torch.float32, 64 << 20, topology)
+    tensors = gathered(named, torch.float32, 64 << 20, topology, to_first=True)
     kept = {name: tensor.cpu().clone() for name, tensor in tensors if first}
     if first:
         own = adapters

@@ -84,8 +84,9 @@ def save_hf_weights(
             check_host_model(parts, hf_config)
         with phases("save weights"):
             named = gathered(
-                parts.named_shards(), dtype or parts.config.params_dtype, BUCKET_BYTES, topology
-            )
+                parts.named_shards(), dtype or parts.config.params_dtype, BUCKET_BYTES, topology,
+                to_first=True,
+            )  # fmt: skip
             if topology.rank == 0:
                 write_files(named, out)
                 saved = as_stored(hf_config, dtype or parts.config.params_dtype)
