@@ -71,6 +71,8 @@ def test_an_exception_on_one_rank_ends_all_with_one_report(folder, site):
     assert failure in told[0]
     assert told[0].endswith("disk on fire; last checkpoint: none")
     assert done.output.count("Traceback") == 1  # torchrun's own
+    line = CONFIG.count("\n") + 1 + fault.split("raise ")[0].count("\n")
+    assert f"rank_1.json; it was raised in cfg.py, line {line}, in boom" in done.output
     report = json.loads(Path(folder, "run/errors/rank_1.json").read_text())
     assert report["phase"] == phase
     assert "in boom" in report["details"]
