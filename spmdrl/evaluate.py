@@ -68,6 +68,10 @@ def main(
             raise ConfigError("--resume: what is evaluated is named by --checkpoint")
         if any(name.partition(".")[0] == "profile" for name in overrides):
             raise ConfigError("--profile: an evaluation has no steps that could be profiled")
+        if checkpoint and config and "model" in overrides:
+            raise ConfigError(
+                "--model and --checkpoint both name what is evaluated: leave one of them out"
+            )
         if benchmark:
             value = benchmark_config(str(benchmark), config, overrides)
         else:

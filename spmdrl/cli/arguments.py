@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 import types
 import typing
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from spmdrl import config as configs
 from spmdrl.cli.function_code import as_text, code_of
 from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths
@@ -65,6 +67,7 @@ def load_config(
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{path}: {type(error).__name__}: {error}{_line_of(error, spec.origin)}"
+            f"{_nearest_to(error)}"
         ) from error
     finally:
         with suppress(ValueError):  # the file may have taken it away
@@ -189,6 +192,16 @@ def _line_of(error: BaseException, file: str | None) -> str:
     return f" (line {line})" if line else ""
 
 
+def _nearest_to(error: BaseException) -> str:
+    """ "; nearest: ..." where a class of configs was given a field that it has not got."""
+    words = r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
+    found = re.fullmatch(words, str(error))
+    kind = getattr(configs, found[1], None) if found else None
+    if not found or not dataclasses.is_dataclass(kind):
+        return ""
+    return f"; nearest: {', '.join(nearest_keys(kind, found[2]))}"
+
+
 def override(config: C, key: str, value: Any) -> C:
     """A copy with the field at a dotted key replaced, its type checked."""
     return _replaced(config, key.split("."), value, f"--{key}")
@@ -205,12 +218,12 @@ def keys_of(kind: type) -> list[str]:
     return found
 
 
-def nearest_keys(node: Any, name: str) -> list[str]:
-    """Keys that may have been meant: those that end in this name, close ones, or all of the node's
-    own."""
-    if name in MOVED and not isinstance(node, AlgoConfig):
+def nearest_keys(kind: Any, name: str) -> list[str]:
+    """Keys of a config class that may have been meant: those that end in this name, close ones, or
+    all of its own."""
+    if name in MOVED and not issubclass(kind, AlgoConfig):
         return [f"algo.{MOVED[name]}"]
-    keys = keys_of(type(node))
+    keys = keys_of(kind)
     same = [key for key in keys if key.rpartition(".")[2] == name]
     if same:
         return sorted(same, key=lambda key: key.count("."))[:5]
@@ -242,7 +255,8 @@ def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
             """--trackers '("tensorboard", "wandb")' --project sums"""
         )
     if names[0] not in known:
-        close = ", ".join(f"{above_of(flag, names)}{key}" for key in nearest_keys(node, names[0]))
+        near = nearest_keys(type(node), names[0])
+        close = ", ".join(f"{above_of(flag, names)}{key}" for key in near)
         where = type(node).__name__
         raise ConfigError(f"{flag}: {where} has no field {names[0]!r}; nearest: {close}")
     current = getattr(node, names[0])

@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 import os
 import posix
+import re
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -30,6 +32,14 @@ REQUEUE = 75  # stopped by a signal, in order: start it again (sysexits.h: EX_TE
 UNWRITABLE = (OSError, ValueError)
 
 
+# folders of code that is not the user's
+INSTALLED = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        Path(__file__).parents[1],
+        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
 REPORT_S = 10.0  # for the other ranks to hear why one ends early
 
 
@@ -168,8 +178,19 @@ def where_details_are(failure: dict[str, Any], folder: Path) -> str:
     path, details = Path(folder, "rank_{rank}.json".format(**failure)), failure["details"].rstrip()
     with suppress(*UNWRITABLE):
         if json.loads(path.read_text())["cause"] == failure["cause"]:  # else it is an earlier run's
-            return f"details in {path}"
+            return f"details in {path}{own_place(details)}"
     return f"{path} could not be written" + (f"; details:\n{details}" if details else "")
+
+
+def own_place(details: str) -> str:
+    """Names the last line of a traceback that is the user's: of a loss, a tracker, a template of a
+    judge in the config file, say. "" where there is none.
+    """
+    frames = re.findall(r'^  File "([^<"]+)", line (\d+), in (.+)$', details, re.MULTILINE)
+    for file, line, name in reversed(frames):
+        if not file.startswith(INSTALLED) and "spmdrl_kernels" not in file:
+            return f"; it was raised in {os.path.relpath(file)}, line {line}, in {name}"
+    return ""
 
 
 def last_checkpoint(run_dir: Path) -> str | None:

@@ -171,9 +171,17 @@ def meta_model(config: PreTrainedConfig, auto: Any = None) -> PreTrainedModel:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Raises ConfigError where the model has none, or only its own code could load it."""
+    """Raises ConfigError where the model has none, or only its own code could load it.
+
+    transformers makes some kinds of tokenizers without any file, with special tokens alone: of
+    Qwen's a text has no token then, of Gemma's each text is <unk>.
+    """
     try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        if len(tokenizer) > len(set(tokenizer.all_special_ids)):
+            return tokenizer
+        files = ", ".join(dict.fromkeys(tokenizer.vocab_files_names.values()))
+        reason = f"it has no token but special ones. Copy its files ({files}) to the model's folder"
     except UNREADABLE as error:
         reason = reason_of(error)
     except Exception as error:

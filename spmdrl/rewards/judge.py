@@ -75,12 +75,15 @@ def as_messages(made: Any) -> list[Message]:
     if isinstance(made, str):
         return [{"role": "user", "content": made}]
     is_chat = isinstance(made, list) and all(
-        isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in made
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str | list)
+        for turn in made
     )
     require(
         is_chat and bool(made),
         f"judge.template returned {str(made)[:200]}: expected a text, or a list of messages with "
-        "role and content",
+        "role, a text, and content, a text or a list of parts",
     )
     return made
 
@@ -173,12 +176,20 @@ def number_of(text: str | None) -> float | None:
 
 
 def called(rule: Callable[[str], Any], text: str) -> float | None:
-    """Calls the user's function; a ValueError of it says that there is nothing to be read."""
+    """Calls the user's function; a ValueError of it says that there is nothing to be read. Raises
+    ConfigError where it returns what is no number.
+    """
     try:
         value = rule(text)
     except ValueError:
         return None
-    return None if value is None else float(value)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"judge.verdict returned {str(value)[:80]!r}: expected a number, or None where the "
+            "verdict has none"
+        ) from error
 
 
 def check_words(config: JudgeConfig) -> None:

@@ -112,6 +112,8 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
                 check_room(run_dir, 0 if is_plan else shared_here(config, topology))
         seed_everything(config.seed + topology.rank)
         yield runtime
+        watchdog.progress("end")
+        dist.barrier(group=topology.control)  # a rank may hang while its engine closes, or fail
     except PhaseError as error:  # the rank that failed has reported it
         watchdog.announce_and_wait(asdict(error.report))
         leave(error.report.exit_code)
@@ -121,8 +123,6 @@ def started(config: Any, is_plan: bool = False) -> Iterator[Runtime]:
         failure = watchdog.report(asdict(phases.report(error)))
         watchdog.announce_and_wait(failure)
         leave(failure["exit_code"])
-    watchdog.progress("end")
-    dist.barrier(group=topology.control)  # a rank may hang while its engine closes: still watched
     watchdog.close()
     dist.barrier(group=topology.control)  # the store's host leaves last
     GUARD.all_done()

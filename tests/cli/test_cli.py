@@ -93,7 +93,14 @@ def test_wrong_overrides_are_named(write, overrides, words):
         ("config = 3", ["found int"]),
         ("import nothing_like_it", ["ModuleNotFoundError", "line 1"]),
         ("a = 1\nconfig = PpoConfig(", ["SyntaxError"]),
-        ("from spmdrl.config import *\n\nconfig = PpoConfig(modle='m')", ["modle", "line 3"]),
+        (
+            "from spmdrl.config import *\n\nconfig = PpoConfig(modle='m')",
+            ["modle", "line 3", "nearest: model"],
+        ),
+        (
+            CONFIG_FILE.replace('"m"', '"m", rollout=RolloutConfig(enigne="hf")'),
+            ["nearest: engine"],
+        ),
         (CONFIG_FILE.replace('"m"', "5.5, steps='x'"), ["PpoConfig.steps", "expected int"]),
     ],
 )

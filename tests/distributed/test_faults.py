@@ -47,6 +47,8 @@ SITES = {
     "checkpoint, meanwhile": ("checkpoint", "spmdrl.checkpoint.writer", "sealed"),
     # amid training the other rank is inside a collective that never completes
     "training": ("update_actor", "spmdrl.algo.objectives", "masked_max"),
+    # the other rank has done all its steps
+    "the end": ("log samples", "spmdrl.training.logs.metrics", "RunLog.close"),
 }
 
 
@@ -72,6 +74,9 @@ def test_an_exception_on_one_rank_ends_all_with_one_report(folder, site):
     assert len(told) == 1, done.output[-4000:]
     assert failure in told[0]
     assert told[0].endswith("disk on fire; last checkpoint: none")
+    assert done.output.count("Traceback") == 1  # torchrun's own
+    line = CONFIG.count("\n") + 1 + fault.split("raise ")[0].count("\n")
+    assert f"rank_1.json; it was raised in cfg.py, line {line}, in boom" in done.output
     report = json.loads(Path(folder, "run/errors/rank_1.json").read_text())
     assert report["phase"] == phase
     assert "in boom" in report["details"]

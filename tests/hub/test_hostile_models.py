@@ -245,6 +245,12 @@ def test_broken_tokenizers(qwen3_copy):
         (qwen3_copy / "tokenizer_config.json").write_text(text)
         with pytest.raises(ConfigError, match=r"no tokenizer that loads: .{5}"):
             load_tokenizer(str(qwen3_copy))
+    tokenizer.unlink()
+    for kind in ("qwen3", "gemma3_text", "llama"):  # transformers makes the first two of nothing
+        (qwen3_copy / "tokenizer_config.json").unlink(missing_ok=True)
+        (qwen3_copy / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(ConfigError, match=r"no tokenizer that loads: .*tokenizer"):
+            load_tokenizer(str(qwen3_copy))
     shutil.rmtree(qwen3_copy)
     with pytest.raises(ConfigError, match="no tokenizer"):
         load_tokenizer(str(qwen3_copy))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,9 @@ def test_a_function_names_what_it_wants_and_returns_a_text_or_a_chat() -> None:
 
     asked = asked_messages(replace(EACH, template=chat), sample_of(), ["four"])
     assert [turn["content"] for turn in asked] == ["{'level': 1}", "four"]
-    with pytest.raises(ConfigError, match=r"judge\.template returned 7"):
-        asked_messages(replace(EACH, template=lambda answer: 7), sample_of(), ["four"])
+    for wrong in (7, [{"role": 3, "content": "a"}], [{"role": "user", "content": None}]):
+        with pytest.raises(ConfigError, match=rf"judge\.template returned {re.escape(str(wrong))}"):
+            asked_messages(replace(EACH, template=lambda answer, w=wrong: w), sample_of(), ["four"])
 
 
 def test_of_several_turns_all_that_was_said_is_judged() -> None:
@@ -135,6 +137,9 @@ def test_rules_of_the_users_own_read_verdicts() -> None:
     assert read_verdict(replace(PAIRS, verdict=r"(\S+)$"), "share 0.25") == 0.25
     assert read_verdict(replace(PAIRS, verdict=r"(\S+)$"), "share 25") is None  # no share
     assert read_verdict(replace(EACH, verdict=lambda text: float("nan")), "2.5") is None
+    for wrong in ("good", [1.0], 10**400):
+        with pytest.raises(ConfigError, match=r"judge\.verdict returned .*expected a number"):
+            read_verdict(replace(EACH, verdict=lambda text, wrong=wrong: wrong), "good")
 
 
 def test_everyone_is_as_often_first_as_second() -> None:

@@ -178,6 +178,9 @@ def test_a_damaged_checkpoint_and_what_a_dry_run_says(folder, trained, tmp_path)
     refused = train(folder, 1, *args, program="spmdrl.evaluate")
     assert refused.code == 2, refused.output
     assert f"config error: --checkpoint {broken}: actor/{shard.name} has" in refused.output
+    refused = train(folder, 1, *args, "--model", "other", program="spmdrl.evaluate")
+    assert refused.code == 2
+    assert "--model and --checkpoint both name what is evaluated" in refused.output
 
 
 @pytest.mark.parametrize(("checkpoint", "out", "words"), [
