@@ -107,7 +107,8 @@ def build_core(
     by_itself = has_tower(model) and not load_weights
     name = model_class(AutoModelForCausalLM, type(hf)).__name__ if by_itself else None
     args = engine_args(model, hf, config, max_model_len, on_cpu, eager, by_itself, load_weights,
-                       lora, looks, return_routed_experts and not on_cpu, frozen, strict)  # fmt: skip
+                       lora, looks, return_routed_experts and not on_cpu, frozen,
+                       strict)  # fmt: skip
     if config.quantization == "fp8" and not on_cpu:
         disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
         os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
