@@ -1,8 +1,9 @@
-"""What half precision, or a long sum in float32, would round away: values, gradients' norms, and
-steps on weights in bfloat16."""
+"""What half precision, or a long sum in float32, would round away: values, gradients' norms, steps
+on weights in bfloat16, and adapters that are merged."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from spmdrl.config import (
+    DataConfig,
+    LoraConfig,
+    OptimConfig,
+    PpoConfig,
+    RolloutConfig,
+    TrainConfig,
+    WeightsConfig,
+)
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.hosted_actor import FsdpActor
@@ -19,6 +29,9 @@ from spmdrl.engines.fsdp.model import TokenValue, backbone_hidden
 from spmdrl.engines.fsdp.packed_rows import Packing
 from spmdrl.engines.fsdp.sharding import norm_of
 from spmdrl.engines.megatron.model import ValueHead
+from spmdrl.training.checks.adapters import LEAST_MERGED_LR
+from spmdrl.training.checks.rl import warnings_of
+from spmdrl.weights.shards import LowRank
 
 
 def asked_of(hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,3 +106,41 @@ def test_a_host_whose_optimizer_steps_on_rounded_weights_is_told(
         FsdpActor(model, torch.optim.AdamW(model.parameters(), lr=1e-6), config)
         is_told = dtype == torch.bfloat16 and not frozen
         assert ("AdamW steps on weights in bfloat16" in caplog.text) == is_told, (dtype, frozen)
+
+
+def kept_share(lr: float, updates: int) -> float:
+    """Returns how much of an adapter's product is left where W + scale B A is in bfloat16."""
+    torch.manual_seed(0)
+    size, scale = 1024, 2.0
+    base = (torch.randn(size, size) * 0.02).bfloat16()
+    a = torch.nn.Parameter((2 * torch.rand(16, size) - 1) / size**0.5)
+    b = torch.nn.Parameter(torch.zeros(size, 16))
+    optimizer = torch.optim.AdamW([a, b], lr=lr, weight_decay=0.0)
+    steady = torch.randn(size, 8) @ torch.randn(8, size)
+    for _ in range(updates):
+        gradient = steady + 3 * torch.randn(size, size)
+        a.grad, b.grad = b.detach().T @ gradient, gradient @ a.detach().T
+        optimizer.step()
+    merged = torch.empty(size, size)
+    with torch.no_grad():
+        LowRank(base, a, b, scale).compute([merged])
+        product = scale * b @ a
+    kept = merged.bfloat16().float() - base.float()
+    return float((kept * product).sum() / product.square().sum())
+
+
+def test_a_run_warns_of_adapters_that_rounding_takes_from_what_samples() -> None:
+    """At the rate from which on it does not most of the adapter is there after ten updates."""
+    config = PpoConfig(model="unread", data=DataConfig(train="unread"), reward="math")
+
+    def warns(lr: float, dtype: Any = "bfloat16", how: Any = "merge", **adapter: Any) -> bool:
+        actor = TrainConfig(lora=LoraConfig(**adapter), optim=OptimConfig(lr=lr))
+        run = replace(
+            config, actor=actor, rollout=RolloutConfig(dtype=dtype), weights=WeightsConfig(lora=how)
+        )
+        return any("rounds W + scale B A" in warning for warning in warnings_of(run))
+
+    assert kept_share(LEAST_MERGED_LR, 10) > 0.75 and kept_share(1e-5, 10) < 0.4
+    assert warns(1e-5) and warns(1e-6, dtype="float16") and not warns(LEAST_MERGED_LR)
+    assert not warns(1e-5, dtype="float32") and not warns(1e-5, how="adapter")
+    assert not warns(1e-5, adapter="one/that/was/trained")
