@@ -52,7 +52,8 @@ def preserved_precision() -> Iterator[None]:
     """Puts back how exact products of float32 are. A program may have said so by the older of
     torch's settings, whose getter raises where it was by the newer ones.
     """
-    backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    torch_backends: Any = torch.backends
+    backends = torch_backends.cuda.matmul, torch_backends.mkldnn.matmul
     newer = [backend.fp32_precision for backend in backends]
     try:
         older = torch.get_float32_matmul_precision()

@@ -22,7 +22,9 @@ from spmdrl.distributed.torch_compat import forget_pass
 from spmdrl.engines.fsdp.experts import expert_modules
 from spmdrl.weights.shards import local
 
-PIECE = 1 << 14  # elements whose squares are added up one after the other
+# elements of a tensor whose squares a CPU adds up in float32 one after the other: of 2^28 numbers
+# of the same size a norm would be too small by 2 per cent, of more by more
+PIECE = 1 << 14
 
 
 def shard(
@@ -202,13 +204,6 @@ def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) ->
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the norm over all elements of the tensors, float32.
-
-    On a CPU torch adds the squares of a tensor up in float32 one after the other: of 2^28 numbers
-    of the same size the norm would be too small by 2 per cent, of more by more. So there a tensor
-    is taken in pieces.
-    """
-    parts: list[Tensor] = []
-    for tensor in tensors:
-        parts += tensor.flatten().split(PIECE) if tensor.device.type == "cpu" else [tensor]
+    """Returns the norm over all elements, float32. On a CPU it is that of pieces (PIECE)."""
+    parts = [p for t in tensors for p in (t.flatten().split(PIECE) if t.is_cpu else (t,))]
     return get_total_norm(parts).float()
