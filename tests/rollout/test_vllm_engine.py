@@ -21,6 +21,7 @@ from spmdrl.rollout.vllm import core
 from spmdrl.rollout.vllm.core import check_engine_args, check_expert_parallel, engine_args
 from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.rollout.vllm.model_types import check_model_type
+from spmdrl.rollout.vllm.spec import check
 
 pytestmark = pytest.mark.vllm
 
@@ -228,6 +229,16 @@ def test_experts_that_cannot_be_spread(hf: Any, config: dict[str, Any], said: st
 
 def check_any(hf: Any, config: RolloutConfig) -> None:
     check_engine("folder", hf, config, False)
+
+
+def test_vllm_is_not_to_replace_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replaces aten::linear has no gradient."""
+    for value in ("", "0"):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        check(CONFIG)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ConfigError, match="Unset it, and for log-probabilities that are alike"):
+        check(CONFIG)
 
 
 def test_no_other_backend_has_latent_attention_on_a_cpu() -> None:
