@@ -27,7 +27,7 @@ from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.hosted_actor import FsdpActor
 from spmdrl.engines.fsdp.model import TokenValue, backbone_hidden
 from spmdrl.engines.fsdp.packed_rows import Packing
-from spmdrl.engines.fsdp.sharding import norm_of
+from spmdrl.engines.fsdp.sharding import clip_gradients
 from spmdrl.engines.megatron.model import ValueHead
 from spmdrl.training.checks.adapters import LEAST_MERGED_LR
 from spmdrl.training.checks.rl import warnings_of
@@ -81,15 +81,23 @@ def test_values_in_bfloat16_are_not_rounded(qwen3: Path, engine: str) -> None:
     assert (found - exact).abs().max() < 1e-3
 
 
-def test_the_norm_of_a_large_gradient_on_a_cpu() -> None:
+def test_the_norm_of_a_large_gradient_on_a_cpu(topology: Topology) -> None:
     """Gradients are there with offload_policy, an embedding's in one piece."""
+    layout = Topology.build(topology.device, share=topology, dp=1, fsdp=1)
+
+    def clipped(*gradients: Tensor) -> float:
+        params = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient.clone()
+        return clip_gradients(params, 1e9, layout).item()
+
     large = torch.full((1 << 24,), 1e-3)
     assert abs(torch.linalg.vector_norm(large).item() / (1e-3 * 2**12) - 1) > 5e-3  # torch's own
-    assert norm_of([large, -large]).item() == pytest.approx(1e-3 * 2**12.5, rel=2e-5)
+    assert clipped(large, -large) == pytest.approx(1e-3 * 2**12.5, rel=2e-5)
     shards = [torch.randn(3, 5), torch.randn(7), torch.zeros(0, 4)]
-    plain = torch.cat([shard.flatten() for shard in shards]).norm()
-    assert norm_of(shards).item() == pytest.approx(plain.item(), rel=1e-6)
-    assert norm_of([]).item() == 0.0
+    plain = torch.cat([shard.flatten() for shard in shards]).norm().item()
+    assert clipped(*shards) == pytest.approx(plain, rel=1e-6)
+    assert clipped() == 0.0
 
 
 def test_a_host_whose_optimizer_steps_on_rounded_weights_is_told(

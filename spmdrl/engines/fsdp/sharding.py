@@ -193,17 +193,11 @@ def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) ->
     """
     held = [local(p).detach() for p in params if p.grad is not None]
     shards = [local(p.grad) for p in params if p.grad is not None]
-    own = norm_of(shards)
-    square = own.square().to(topology.device)
+    parts = [p for g in shards for p in (g.flatten().split(PIECE) if g.is_cpu else (g,))]
+    square = get_total_norm(parts).float().square().to(topology.device)
     dist.all_reduce(square, group=topology.copies.get_group("fsdp"))
     norm = square.sqrt()
     for weight, gradient in zip(held, shards, strict=True):
         weight.grad = gradient
     clip_grads_with_norm_(held, most, norm)  # a few kernels for all; shards may be on the CPU
     return norm
-
-
-def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the norm over all elements, float32. On a CPU it is that of pieces (PIECE)."""
-    parts = [p for t in tensors for p in (t.flatten().split(PIECE) if t.is_cpu else (t,))]
-    return get_total_norm(parts).float()
