@@ -35,6 +35,14 @@ def has_tensor_memory_accelerator(device: torch.device) -> bool:
     return not is_amd() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def allows_tf32() -> bool:
+    """Returns whether the program allows products of float32 on NVIDIA's GPUs to be TF32's, by the
+    older or the newer of torch's settings; torch.get_float32_matmul_precision() raises where the
+    newer were used.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def dot_precision(exact: bool) -> str:
     """Returns the input_precision of tl.dot for float32: TF32 is NVIDIA's, and only where the
     program allows it.

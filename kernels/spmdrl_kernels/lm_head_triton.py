@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from spmdrl_kernels.device import dot_precision, has_tensor_memory_accelerator
+from spmdrl_kernels.device import allows_tf32, dot_precision, has_tensor_memory_accelerator
 from spmdrl_kernels.lm_head_kernels import best_kernel, grad_kernel, merge_kernel, stats_kernel
 from spmdrl_kernels.lm_head_merge import LOWEST, NO_KEY, results, top_results
 from spmdrl_kernels.switch import dtype_to_store
@@ -459,7 +459,7 @@ def _or_dummy(bias: Tensor | None, instead: Tensor) -> Tensor:
 def _options(hidden: Tensor, bias: Tensor | None, head: _Head, columns: int) -> dict[str, Any]:
     """The constants both kernels are compiled for."""
     tiles = head.tiles
-    exact = hidden.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    exact = hidden.dtype != torch.float32 or not allows_tf32()
     return {
         "ROWS": tiles.rows, "COLS": tiles.cols, "INNER": tiles.inner, "GROUP": tiles.group,
         "TMA": tiles.tma, "WIDEN": not hidden.is_cuda, "PRECISION": dot_precision(exact),

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -24,7 +25,6 @@ def preserved_process(library: str) -> Iterator[None]:
     with a dump of every request.
     """
     environment = dict(os.environ)
-    precision = torch.get_float32_matmul_precision()
     num_threads = torch.get_num_threads()
     collecting = gc.isenabled()
     frozen = gc.get_freeze_count() > 0
@@ -33,7 +33,7 @@ def preserved_process(library: str) -> Iterator[None]:
         gc.freeze()
     logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
-        with preserved_rng(), warnings.catch_warnings():
+        with preserved_rng(), preserved_precision(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -42,10 +42,29 @@ def preserved_process(library: str) -> Iterator[None]:
             gc.unfreeze()
         if collecting:
             gc.enable()
-        torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(num_threads)
         os.environ.clear()
         os.environ.update(environment)
+
+
+@contextmanager
+def preserved_precision() -> Iterator[None]:
+    """Puts back how exact products of float32 are. A program may have said so by the older of
+    torch's settings, whose getter raises where it was by the newer ones.
+    """
+    torch_backends: Any = torch.backends
+    backends = torch_backends.cuda.matmul, torch_backends.mkldnn.matmul
+    newer = [backend.fp32_precision for backend in backends]
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = "highest"  # which it is by default
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(older)
+        for backend, precision in zip(backends, newer, strict=True):
+            backend.fp32_precision = precision
 
 
 @contextmanager

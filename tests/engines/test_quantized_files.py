@@ -16,7 +16,7 @@ from spmdrl.config import RolloutConfig
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.quantized_weights import BLOCKS, SCALES, is_readable, mxfp4_weight
 from spmdrl.rollout.build import is_filled_by_push
-from spmdrl.rollout.vllm.core import config_of_engine, moe_backend
+from spmdrl.rollout.vllm.core import FLOAT32_HEAD, config_of_engine, moe_backend
 
 BLOCK = 24  # divides no size of the tiny models
 
@@ -125,7 +125,9 @@ def test_ranks_read_their_experts_of_mxfp4(tmp_path: Path) -> None:
     hf = load_hf_config(str(tmp_path))
     backends = [moe_backend(hf, on_cpu=False, in_floats=pushed) for pushed in (True, False)]
     assert backends == ["triton", "auto"]
-    assert not hasattr(config_of_engine(hf), "quantization_config") and is_readable(hf)
+    told = config_of_engine(FLOAT32_HEAD, hf)
+    assert not hasattr(told, "quantization_config") and told.head_dtype == "float32"
+    assert is_readable(hf)
     for read in run_ranks(2, weights_on, str(tmp_path), {"pipeline_parallel": 2}):
         for found in read:
             assert found.keys() == wanted.keys()

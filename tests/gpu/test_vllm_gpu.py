@@ -104,6 +104,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
 ) -> None:
     from spmdrl.rollout.base import SamplingParams
 
+    assert engine.core.vllm_config.model_config.head_dtype == torch.float32
     requests = some_requests(90)
     params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True)
     answers = engine.generate(requests, params)

@@ -33,11 +33,13 @@ from rollout_checks import (
     some_requests,
     worst_error,
 )
+from spmdrl_kernels.device import allows_tf32
 from tiny_models import CHARS, save_qwen3
 
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams, WeightMismatch
+from spmdrl.rollout.process_state import preserved_process
 from spmdrl.rollout.sampling import questions_of, sample_questions, training_params
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.rollout.seeds import seed_of
@@ -77,6 +79,31 @@ def process_state() -> dict[str, Any]:
         "default group": dist.group.WORLD, "threads": torch.get_num_threads(),
         "set_num_threads": torch.set_num_threads,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("older", ["highest", "high", "medium", None])
+def test_how_exact_products_of_float32_are_is_put_back(older: str | None) -> None:
+    """None: the program has set it by torch's newer options, where the older getter raises. Our
+    kernels see what it is.
+    """
+    matmul, on_cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    try:
+        if older is None:
+            matmul.fp32_precision = "tf32"
+            with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+                torch.get_float32_matmul_precision()
+        else:
+            torch.set_float32_matmul_precision(older)
+        before = matmul.fp32_precision, on_cpu.fp32_precision
+        assert allows_tf32() == (older != "highest")
+        with preserved_process("vllm"):
+            torch.set_float32_matmul_precision("high" if older == "highest" else "highest")
+            assert allows_tf32() == (older == "highest")
+        assert (matmul.fp32_precision, on_cpu.fp32_precision) == before
+        assert older is None or torch.get_float32_matmul_precision() == older
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = on_cpu.fp32_precision = "none"  # as torch begins
 
 
 @pytest.fixture(scope="module", params=ENGINE_PARAMS)

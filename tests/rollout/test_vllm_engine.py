@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_checks import flip_every_parameter, load_hf, save_family, worst_error
+from rollout_checks import flip_every_parameter, load_hf, save_family, some_requests, worst_error
 from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import SamplingParams
 from spmdrl.rollout.build import check_engine
-from spmdrl.rollout.vllm.core import check_engine_args, check_expert_parallel
+from spmdrl.rollout.vllm import core
+from spmdrl.rollout.vllm.core import check_engine_args, check_expert_parallel, engine_args
 from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.rollout.vllm.model_types import check_model_type
+from spmdrl.rollout.vllm.spec import check
 
 pytestmark = pytest.mark.vllm
 
@@ -67,6 +69,58 @@ def test_what_else_vllm_is_told_changes_no_answer(
         told.shutdown()
     assert built() is None
     assert 0.9 * frozen < gc.get_freeze_count() and frozen > 0
+
+
+@pytest.mark.parametrize("as_on_gpus", [True, False])
+def test_logits_of_an_engine_in_half_precision_are_not_rounded_on_a_gpu(
+    qwen3: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch, as_on_gpus: bool
+) -> None:
+    """A CPU's engine is told what a GPU's is. Its logits are the products of what the head is
+    given, to float32's rounding, and so are the log-probabilities of what it says.
+    """
+    if as_on_gpus:
+        monkeypatch.setattr(core, "has_float32_logits", lambda *_: True)
+    engine = VllmEngine(str(qwen3), replace(CONFIG, dtype="bfloat16"), MAX_MODEL_LEN, topology)
+    own, exact, errors = engine.model.compute_logits, [], []
+
+    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+        logits = own(hidden)
+        exact.append(hidden.double() @ engine.model.lm_head.weight[: logits.shape[1]].double().T)
+        errors.append(float((logits - exact[-1]).abs().max() / exact[-1].abs().max()))
+        return logits
+
+    monkeypatch.setattr(engine.model, "compute_logits", compute_logits)
+    try:
+        with torch.no_grad():
+            engine.model.model.norm.weight.fill_(64.0)
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        (said,) = engine.generate(some_requests(1), params)
+    finally:
+        engine.shutdown()
+    wanted = [float(z.log_softmax(-1)[0, t]) for z, t in zip(exact, said.token_ids, strict=True)]
+    apart = max(abs(w - p) for w, p in zip(wanted, said.logprobs, strict=True))
+    assert max(float(z.abs().max()) for z in exact) > 16
+    assert (max(errors) < 1e-6) == as_on_gpus and (apart < 1e-4) == as_on_gpus, (errors, apart)
+
+
+def test_which_engines_are_asked_for_unrounded_logits(qwen3: Path) -> None:
+    hf = load_hf(qwen3).config
+
+    def overrides(given: dict[str, Any], on_cpu: bool = False, strict: bool = False) -> Any:
+        config = replace(CONFIG, **{"dtype": "bfloat16"} | given)
+        args = engine_args(
+            str(qwen3), hf, config, MAX_MODEL_LEN, on_cpu, True, False, False, None, None, False,
+            False, strict,
+        )  # fmt: skip
+        return args.hf_overrides
+
+    asked = {"head_dtype": "float32"}
+    assert overrides({}) == overrides({"dtype": "float16"}) == asked
+    assert set(overrides({"quantization": "fp8"})) == {"head_dtype", "quantization_config"}
+    assert overrides({"dtype": "float32"}) == {}
+    assert overrides({}, on_cpu=True) == overrides({}, strict=True) == {}
+    hf.quantization_config = {"quant_method": "awq"}  # whose head may be quantised, too
+    assert overrides({}) == {}
 
 
 def test_a_frozen_engine_sleeps_and_wakes_with_its_weights(
@@ -175,6 +229,16 @@ def test_experts_that_cannot_be_spread(hf: Any, config: dict[str, Any], said: st
 
 def check_any(hf: Any, config: RolloutConfig) -> None:
     check_engine("folder", hf, config, False)
+
+
+def test_vllm_is_not_to_replace_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replaces aten::linear has no gradient."""
+    for value in ("", "0"):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        check(CONFIG)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ConfigError, match="Unset it, and for log-probabilities that are alike"):
+        check(CONFIG)
 
 
 def test_no_other_backend_has_latent_attention_on_a_cpu() -> None:

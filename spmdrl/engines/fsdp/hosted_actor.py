@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from spmdrl.config import PpoConfig, TrainConfig
@@ -21,6 +23,7 @@ from spmdrl.engines.fsdp.external_model import (
     check_kind,
     check_offload,
     check_optimizer,
+    rounded_steps,
     sharding_of,
 )
 from spmdrl.engines.fsdp.hosted_policy import HostedPolicy
@@ -29,6 +32,8 @@ from spmdrl.engines.fsdp.optimizers import Optimizer
 from spmdrl.engines.fsdp.sharded_model import sharded_model_of_host
 from spmdrl.engines.fsdp.sharding import root_of, units_of
 from spmdrl.hub.hf_folder import load_hf_config
+
+logger = logging.getLogger(__name__)
 
 
 class FsdpActor:
@@ -44,6 +49,9 @@ class FsdpActor:
         with self.driven_by_us():
             self.sharding = sharding_of(model)
             check_optimizer(optimizer, model)
+        warning = rounded_steps(optimizer)
+        if warning and dist.get_rank() == 0:
+            logger.warning(warning)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         own = Optimizer("host", trained, [optimizer], owned=False)
         self.policy = HostedPolicy(model, own, self.sharding.divisor)

@@ -19,6 +19,7 @@ import torch.nn as nn
 from safetensors import SafetensorError
 from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -108,10 +109,13 @@ class TokenValue(nn.Module):
         self, token_ids: Tensor, position_ids: Tensor, packing: Packing, states: Tensor,
         scene: ImageInputs | None = None,
     ) -> Tensor:  # fmt: skip
-        """Returns (n,) float32 values of the states after tokens `states`."""
+        """Returns (n,) float32 values of the states after tokens `states`. A value of 100 that is
+        rounded to bfloat16 would be off by up to 0.25: the head's product is float32.
+        """
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
-        values = self.value_head(chosen_states(hidden, states)).squeeze(-1)
-        return values.to(torch.float32, copy=True)  # of a view FSDP2 would warn
+        weight, bias = self.value_head.weight.float(), self.value_head.bias.float()
+        values = linear(chosen_states(hidden, states).float(), weight, bias)
+        return values.squeeze(-1).clone()  # of a view FSDP2 would warn
 
 
 class TokenReward(nn.Module):

@@ -8,7 +8,9 @@ import gc
 import os
 import secrets
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ from spmdrl.rollout.vllm.derived_weights import CPU_BACKEND, is_latent
 from spmdrl.rollout.vllm.speculative import speculative_config
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises what is above 0 and below this
+# of the model's config, for vLLM: its logits are float32, and not rounded to the engine's dtype
+FLOAT32_HEAD = {"head_dtype": "float32"}
 
 
 def check_engine_args(config: RolloutConfig, strict: bool) -> None:
@@ -103,7 +107,8 @@ def build_core(
     by_itself = has_tower(model) and not load_weights
     name = model_class(AutoModelForCausalLM, type(hf)).__name__ if by_itself else None
     args = engine_args(model, hf, config, max_model_len, on_cpu, eager, by_itself, load_weights,
-                       lora, looks, return_routed_experts and not on_cpu, frozen)  # fmt: skip
+                       lora, looks, return_routed_experts and not on_cpu, frozen,
+                       strict)  # fmt: skip
     if config.quantization == "fp8" and not on_cpu:
         disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
         os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
@@ -130,13 +135,15 @@ def build_core(
 def engine_args(
     model: str, hf: Any, config: RolloutConfig, max_model_len: int, on_cpu: bool, eager: bool,
     by_itself: bool, load_weights: bool, lora: LoraConfig | None, looks: ImageLimits | None,
-    return_routed_experts: bool, frozen: bool,
+    return_routed_experts: bool, frozen: bool, strict: bool,
 ) -> Any:  # fmt: skip
     """Returns vLLM's EngineArgs. by_itself: the language model of files with a tower."""
     from vllm import EngineArgs
 
     in_floats = is_mxfp4(hf) and not load_weights  # as a push has them; from disk in MXFP4
-    overrides: Any = config_of_engine if by_itself or in_floats else {}
+    has_plain_head = not quantization_of(hf) or in_floats
+    head = FLOAT32_HEAD if has_plain_head and has_float32_logits(config, on_cpu, strict) else {}
+    overrides: Any = partial(config_of_engine, head) if by_itself or in_floats else head
     by_push = not load_weights and config.quantization != "fp8"
     blank = {"load_format": compat.blank_format()} if by_push else {}
     # None: vLLM measures what gpu_memory_utilization leaves beside weights and activations
@@ -161,7 +168,7 @@ def engine_args(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         moe_backend=moe_backend(hf, on_cpu, in_floats),
-        hf_overrides=vllm_fp8.OVERRIDES if config.quantization == "fp8" else overrides,
+        hf_overrides=vllm_fp8.OVERRIDES | head if config.quantization == "fp8" else overrides,
         enable_return_routed_experts=return_routed_experts,
         # which vLLM refuses on CPUs: cpu.AddressedNoise does it there
         return_sampling_mask=config.keep_sampling_mask and not on_cpu,
@@ -171,6 +178,17 @@ def engine_args(
         **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
         **(vllm_vision.engine_args(looks) if looks is not None else {}),
     )
+
+
+def has_float32_logits(config: RolloutConfig, on_cpu: bool, strict: bool) -> bool:
+    """Says whether vLLM is asked not to round its logits to the engine's dtype.
+
+    The trainer's LM head on GPUs does not, and a logit of 20 in bfloat16 is off by up to 0.06: so
+    would be every log-probability of the samples. On a GPU the product is summed in float32 anyway.
+    On a CPU vLLM would copy the head's weight for every token, and the trainer's head rounds, too.
+    With strict both sides have one product of their own.
+    """
+    return not (on_cpu or strict or config.dtype == "float32")
 
 
 def started(args: Any, executor: type, return_routed_experts: bool, on_cpu: bool) -> Any:
@@ -281,10 +299,10 @@ def keep_compiled_code_apart(first_gpu: int) -> None:
     os.environ["VLLM_CACHE_ROOT"] = os.path.join(compat.cache_root(), f"gpu_{first_gpu}")
 
 
-def config_of_engine(whole: Any) -> Any:
+def config_of_engine(head: Mapping[str, str], whole: Any) -> Any:
     """Gives vLLM the config of the language model alone with the name of its class, and leaves out
     that weights are in MXFP4 on disk: those that are pushed are not. vLLM asks first with an empty
-    config, which is returned as it is.
+    config, which is returned as it is. head: FLOAT32_HEAD or nothing.
     """
     text: Any = language_config(whole)
     if text is not whole:
@@ -292,6 +310,7 @@ def config_of_engine(whole: Any) -> Any:
     if is_mxfp4(text):
         text = copy.deepcopy(text)
         del text.quantization_config
+    text.update(head)
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,8 @@ from spmdrl.rollout.vllm.model_types import (
 )
 from spmdrl.rollout.vllm.speculative import check_speculative
 
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+
 
 def build(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology, strict: bool,
@@ -59,6 +62,12 @@ def check(config: RolloutConfig) -> None:
     require(
         config.temperature >= LEAST_TEMPERATURE,
         f"rollout.temperature={config.temperature}: vLLM would raise it to {LEAST_TEMPERATURE}",
+    )
+    require(
+        os.environ.get(BATCH_INVARIANT, "0") in ("", "0"),
+        f"{BATCH_INVARIANT} is set: on a GPU vLLM would put operators without a gradient in the "
+        "place of torch's in this whole process, in which the trainer needs them. Unset it, and "
+        "for log-probabilities that are alike bit for bit set strict=True",
     )
 
 

@@ -10,6 +10,8 @@ from spmdrl.engines.fsdp.lora import check_lora
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.build import ENGINES, check_adapter
 
+LEAST_MERGED_LR = 5e-5  # with which most of an adapter is left after ten updates: docs/lora.md
+
 
 def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig) -> None:
     """Raises ConfigError where lora of a role does not go with the rest."""
@@ -36,6 +38,23 @@ def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig
         f"the actor is computed in actor.dtype={config.actor.dtype!r}: set ref.dtype to that, so "
         "that numbers do not depend on the placement",
     )
+
+
+def warnings_of_adapters(config: PpoConfig) -> list[str]:
+    """Warns where an adapter that has just begun is lost in the rounding of what samples. W is a
+    number of the rollout's dtype, so that W + scale B A is rounded back to it until the product is
+    above half of its last bit.
+    """
+    lora, lr, dtype = config.actor.lora, config.actor.optim.lr, config.rollout.dtype
+    begins = lora is not None and lora.adapter is None
+    if not begins or config.weights.lora != "merge" or dtype == "float32" or lr >= LEAST_MERGED_LR:
+        return []
+    return [
+        f"weights.lora='merge' rounds W + scale B A to rollout.dtype={dtype!r}, in which little is "
+        f"left of an adapter that has just begun: with actor.optim.lr={lr} the samples will hardly "
+        "be those of the policy that is trained (docs/lora.md has numbers). Set "
+        "weights.lora='adapter', which rounds A and B alone, or a learning rate of adapters, 1e-4"
+    ]
 
 
 def check_source_adapters(config: PpoConfig) -> None:

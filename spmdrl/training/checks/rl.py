@@ -31,7 +31,7 @@ from spmdrl.hub.remote_code import allow_code
 from spmdrl.rewards.reward_model import check_reward_model, train_config
 from spmdrl.rewards.runner import asks_model, built_ins_of, rewards_of, runs_programs
 from spmdrl.rollout.build import ENGINES, check_engine
-from spmdrl.training.checks.adapters import check_adapters
+from spmdrl.training.checks.adapters import check_adapters, warnings_of_adapters
 from spmdrl.training.checks.agents import check_agents, warnings_of_agents
 from spmdrl.training.checks.algorithms import check_algo, takes_other_samplers
 from spmdrl.training.checks.common import (
@@ -187,7 +187,7 @@ def warnings_of(config: PpoConfig) -> list[str]:
     """Returns warnings about what may be meant, and mostly is not."""
     return [
         *warnings_of_length(config), *warnings_of_agents(config), *warnings_of_run(config),
-        *warnings_of_kept(config),
+        *warnings_of_kept(config), *warnings_of_adapters(config),
     ]  # fmt: skip
 
 

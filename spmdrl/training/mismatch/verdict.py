@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
+from spmdrl_kernels.device import allows_tf32
 from torch import Tensor
 
 from spmdrl.config.words import counted
@@ -27,7 +28,7 @@ LAYER = re.compile(r"\blayers\.(\d+)\b")
 def rounding_of(*dtypes: torch.dtype) -> float:
     """Returns by how much rounding lets one operator differ, as TensorDifference.relative."""
     found = [ROUNDINGS[dtype] * torch.finfo(dtype).eps for dtype in dtypes]
-    in_tf32 = torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest"
+    in_tf32 = torch.cuda.is_available() and allows_tf32()
     return max(found + [ROUNDINGS[torch.bfloat16] * TF32_EPS] * in_tf32)
 
 
