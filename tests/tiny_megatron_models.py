@@ -115,7 +115,7 @@ FAMILIES |= {
     },
     "olmo2": {},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48},
-    "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1], "rope_parameters": YARN},
     "phi3": {"sliding_window": 5, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
     }},

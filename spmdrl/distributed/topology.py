@@ -120,7 +120,7 @@ class Topology:
 
     @property
     def place(self) -> tuple[str, str]:
-        """What ranks of one host have in common and those of other hosts have not."""
+        """Returns what ranks of one host have in common and those of other hosts have not."""
         return self.host, self.machine
 
     @property

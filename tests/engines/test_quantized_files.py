@@ -46,6 +46,7 @@ CUTS = {
         {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2},
         {"expert_parallel": 2},
     ),
+    "minimax_m2": ({"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},),
 }  # fmt: skip
 
 

@@ -110,14 +110,17 @@ class PackedAttention(nn.Module):
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
         softmax_scale: float | None = None, pg_collection: Any = None,
-        softcap: float | None = None, **kwargs: Any,
+        softcap: float | None = None, scale_factor: float = 1.0, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """softcap: scores are softcap * tanh(scores / softcap)."""
+        """softcap: scores are softcap * tanh(scores / softcap). scale_factor: what this layer's
+        scale is times that of the config.
+        """
         from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
         from megatron.core.transformer.utils import is_layer_window_attention
 
         super().__init__()
-        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.scale = scale * scale_factor
         self.softcap, self.groups = softcap, pg_collection
         self.cp: dist.ProcessGroup = pg_collection.cp
         sees_window = is_layer_window_attention(

@@ -1,5 +1,5 @@
-"""What the declarations of families.py are made of: `Family`, and names, fields and settings that
-several architectures share.
+"""Declares `Family`, and the names, fields and settings that several architectures of families.py
+share.
 
 Needs no megatron-core: a dry run reads it without.
 """

@@ -223,9 +223,10 @@ def layer_spec(config: Any, hf_config: PreTrainedConfig, number: int) -> Any:
     if layer_types(hf_config)[number] == "linear_attention":
         layer.self_attention = delta_net_spec()
         return spec
-    parts.core_attention = ModuleSpec(
-        module=PackedAttention, params={"softcap": softcap(hf_config, "attn_logit_softcapping")}
-    )
+    parts.core_attention = ModuleSpec(PackedAttention, params={
+        "softcap": softcap(hf_config, "attn_logit_softcapping"),
+        "scale_factor": scale_factor(config, hf_config, number),
+    })  # fmt: skip
     if config.multi_latent_attention:
         parts.q_layernorm = parts.kv_layernorm = RmsNorm
     elif family.joint_qk_norms:  # without config.qk_layernorm, by which gradients of norms are
@@ -244,6 +245,14 @@ def layer_spec(config: Any, hf_config: PreTrainedConfig, number: int) -> Any:
             ClampedSwiGlu, params=family.clamped_swiglu(hf_config)
         )
     return spec
+
+
+def scale_factor(config: Any, hf_config: PreTrainedConfig, number: int) -> float:
+    """Returns what the scale of a layer's scores is times that of the config, which has the factor
+    on sine and cosine (YaRN's) in it: a layer that rotates nothing has no such factor.
+    """
+    rotates = not config.no_rope_freq or not config.no_rope_freq[number]
+    return 1.0 if rotates else rope_frequencies(hf_config)[1] ** -2
 
 
 def _seed_once() -> None:
@@ -354,7 +363,7 @@ class ValueHead(nn.Module):
         return values, None
 
     def values(self, hidden: Tensor) -> Tensor:
-        """In float32: a value of 100 that is rounded to bfloat16 would be off by up to 0.25."""
+        """Computes in float32: a value of 100 in bfloat16 would be off by up to 0.25."""
         return linear(hidden.float(), self.weight.float(), self.bias.float())
 
 

@@ -21,13 +21,14 @@ from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.rollout.base import WeightMismatch
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm.model_types import untried_layers
-from spmdrl.rollout.weight_check import rows_in_fused
-from spmdrl.weights.boxes import Box, box_of, view, whole
+from spmdrl.rollout.weight_check import outputs_of_fused, rank_outputs, rows_in_fused
+from spmdrl.weights.boxes import Box, sizes, view, whole
 from spmdrl.weights.checkpoint_names import AdapterPart, adapter_part, is_adapter
 from spmdrl.weights.engine_layout import Layout, ParamView
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory for; smaller ones are padded
 FIRST_ID = 1  # of the first adapter in vLLM; the others follow
+AXES = {"A": 1, "B": 0}  # along which tensor parallelism cuts them
 
 
 def check_adapter(lora: LoraConfig, config: RolloutConfig, hf: Any) -> None:
@@ -133,8 +134,13 @@ class AdapterSlots:
             held = (slot.a[: self.rank] if part.kind == "A" else slot.b[:, : self.rank]).detach()
             holder = nn.Module()  # the memory itself stays for as long as the engine
             holder.register_buffer("held", held)
-            found.regions.append((name, part_on_rank(slot, part.kind, shape)))
-            found.places.append(ParamView(holder, "held", 0, tuple(held.shape), held.stride()))
+            axis, start = AXES[part.kind], 0
+            for box in parts_on_rank(slot, part.kind, shape):
+                size, offset = sizes(box), start * held.stride(axis)
+                found.regions.append((name, box))
+                found.places.append(ParamView(holder, "held", offset, size, held.stride()))
+                start += size[axis]
+            assert start == held.shape[axis], (name, start, held.shape)
         return found
 
     def load(self, given: Mapping[str, Tensor]) -> None:
@@ -173,13 +179,15 @@ def part_of(name: str) -> AdapterPart:
     return part
 
 
-def part_on_rank(slot: Slot, kind: str, shape: Sequence[int]) -> Box:
-    """Returns which rows of B, or columns of A, vLLM's layer would take of the full tensor. kind:
-    as of AdapterPart.
+def parts_on_rank(slot: Slot, kind: str, shape: Sequence[int]) -> list[Box]:
+    """Returns which rows of B, or columns of A, vLLM's layer would take of the full tensor, in
+    their order: of the one adapter of a fused layer (Phi-3's qkv_proj) a run of each of its
+    outputs. kind: as of AdapterPart.
     """
-    full, layer = torch.empty(tuple(shape), device="meta"), slot.layer
+    axis, layer = AXES[kind], slot.layer
     if layer.tp_size == 1:
-        return whole(shape)
+        return [whole(shape)]
+    full = torch.arange(shape[axis]).unsqueeze(1 - axis).expand(*shape)
     cut = layer.slice_lora_a if kind == "A" else layer.slice_lora_b
     if layer.n_slices > 1:
         tensors: list[Tensor | None] = [None] * layer.n_slices
@@ -187,9 +195,14 @@ def part_on_rank(slot: Slot, kind: str, shape: Sequence[int]) -> Box:
         part = cut(tensors)[slot.number]
     else:
         part = cut(full)
-    box = box_of(part, full)
-    assert box is not None, (kind, tuple(shape))
-    return box
+    numbers = part.select(1 - axis, 0)
+    begins = (numbers.diff() != 1).nonzero().flatten() + 1
+    found: list[Box] = []
+    for run in numbers.tensor_split(begins.tolist()):
+        box = [(0, size) for size in shape]
+        box[axis] = int(run[0]), int(run[-1]) + 1
+        found.append(tuple(box))
+    return found
 
 
 def expected_part(slot: Slot, kind: str, tensor: Tensor, stack: Tensor) -> Tensor:
@@ -202,8 +215,9 @@ def expected_part(slot: Slot, kind: str, tensor: Tensor, stack: Tensor) -> Tenso
     if hasattr(base, "output_sizes") and slot.layer.n_slices > 1:
         _, rows, first = rows_in_fused(base, slot.number, tensor, rank, size, unit=1)
         return tensor[first : first + rows]
-    rows = stack.shape[0]
-    return tensor if rows == len(tensor) else tensor[rank * rows : (rank + 1) * rows]
+    if stack.shape[0] == len(tensor):
+        return tensor
+    return rank_outputs(tensor, outputs_of_fused(base, len(tensor), size), rank, size)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ PACKAGES = ("vllm.model_executor.", "vllm.v1.attention.", "vllm.v1.sample.", "vl
 
 
 class PlainTensors:
-    """What `save` has found and `restore` puts back where it was."""
+    """Holds what `save` has found, which `restore` puts back where it was."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[Tensor, Tensor | None]] | None = None  # None: nothing is asleep

@@ -209,12 +209,15 @@ def layer_sizes(hf: PreTrainedConfig, on_gpu: bool) -> LayerSizes:
     width = layer_size(text, "intermediate_size") or 4 * text.hidden_size
     experts = getattr(text, "num_experts_per_tok", None) or 0
     inside = getattr(text, "moe_intermediate_size", None) or width
-    apart = getattr(text, "n_shared_experts", None) or 0  # DeepSeek's shared experts
+    shared = (getattr(text, name, None) for name in ("n_shared_experts", "num_shared_experts"))
+    apart = next(filter(None, shared), 0)  # DeepSeek's shared experts, EXAONE's
     always = inside * apart + (getattr(text, "shared_expert_intermediate_size", None) or 0)
     sparse = experts * (2 * text.hidden_size + factor * inside) + factor * always
     mlps = tuple(sparse if is_sparse else factor * width for is_sparse in sparse_layers(hf))
     family = FAMILIES.get(text.model_type)
-    norms = 8 if family is not None and family.sandwich_norms else 4  # two before, two behind
+    norms = 4  # of the two before attention and MLP; as many of those behind
+    if family is not None:
+        norms = 4 * (family.pre_norms + family.sandwich_norms)
     return LayerSizes(norms * text.hidden_size, attention_elements(text, on_gpu), mlps)
 
 
@@ -239,8 +242,9 @@ def attention_elements(text: Any, on_gpu: bool) -> int:
         return 2 * query + 2 * heads * text.v_head_dim + latent
     size = head_size(text)
     groups = layer_size(text, "num_key_value_heads") or heads
-    known = text.model_type in FAMILIES
-    normed = (known and bool(settings_of(text).get("qk_layernorm"))) or "qwen3" in text.model_type
+    family = FAMILIES.get(text.model_type)
+    known = family is not None and (family.joint_qk_norms or settings_of(text).get("qk_layernorm"))
+    normed = bool(known) or "qwen3" in text.model_type
     if on_gpu and not normed:
         return (2 * heads + 2 * groups) * size
     return (3 * heads + (3 if on_gpu else 2) * groups) * size

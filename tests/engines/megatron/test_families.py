@@ -31,6 +31,7 @@ from spmdrl.engines.megatron.family_parts import (
 )
 from spmdrl.engines.megatron.layout import Degrees, check_architecture, check_layout
 from spmdrl.training.checks.model_shape import shape_of
+from spmdrl.training.checks.pass_memory import kept_per_token
 
 ERNIE = Family(
     names=NORMS | ATTENTION | MLP,
@@ -131,6 +132,23 @@ def test_the_memory_plan_counts_the_experts(models):
         buffers = [name for name in files if name.endswith("e_score_correction_bias")]
         whole = sum(tensor.numel() for name, tensor in files.items() if name not in buffers)
         assert shape.count == whole, family
+
+
+def test_the_memory_plan_counts_what_a_layer_keeps():
+    """Elements of a token, as of other families or of fewer parts."""
+    few, more = (tiny.make_config("exaone_moe", num_shared_experts=n) for n in (1, 3))
+    less, full = kept_per_token(few, True), kept_per_token(more, True)
+    gate_up_and_product = 3 * few.moe_intermediate_size
+    sparse = [kind == "sparse" for kind in few.mlp_layer_types]
+    assert [b - a for a, b in zip(less, full, strict=True)] == [
+        2 * gate_up_and_product * has for has in sparse
+    ]
+    exaone = tiny.make_config("exaone4")  # as many norms as Qwen3, behind in place of before
+    assert kept_per_token(exaone, True) == kept_per_token(tiny.make_config("qwen3"), True)
+    plain = tiny.make_config("mistral", head_dim=16)
+    heads = plain.num_attention_heads + plain.num_key_value_heads
+    normed = kept_per_token(tiny.make_config("olmo2"), True)  # queries and keys before their norms
+    assert normed == [kept + 16 * heads for kept in kept_per_token(plain, True)]
 
 
 # ---- updates, checkpoints, pushes

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_megatron_models
 import torch
 from ranks import groups_that_end, run_ranks
 from tiny_models import save_qwen3, save_tokenizer
@@ -63,9 +64,16 @@ def save_models(folder):
     return {name: str(path) for name, path in paths.items()}
 
 
+FAMILIES = {"one norm of all heads": "minimax_m2", "one matrix of q, k and v": "phi3"}
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return save_models(tmp_path_factory.mktemp("models"))
+    folder = tmp_path_factory.mktemp("models")
+    for name, family in FAMILIES.items():
+        tokens = {"vocab_size": 98, "eos_token_id": 2, "bos_token_id": 1}
+        tiny_megatron_models.save_model(family, folder / name, num_hidden_layers=2, **tokens)
+    return save_models(folder) | {name: str(folder / name) for name in FAMILIES}
 
 
 def engine_of(topology, models, case, frozen=False):
@@ -449,6 +457,10 @@ SAVED_AND_LOADED = [  # the last: updates before the checkpoint
     (case("moe", "policy", 4, **EXPERTS), case("moe", "policy", 2), 1),
     (case("moe", "policy", 2, expert_parallel=2), case("moe", "policy", 4, **TENSOR,
      sequence_parallel=True, pipeline_parallel=2, expert_tensor_parallel=2), 0),
+    (case("one norm of all heads", "policy", 4, **EXPERTS),
+     case("one norm of all heads", "policy", 2, pipeline_parallel=2), 1),
+    (case("one matrix of q, k and v", "policy", 1),
+     case("one matrix of q, k and v", "policy", 2, **TENSOR), 1),
 ]  # fmt: skip
 SAME_AGAIN = [
     (case("qwen3", "policy", 4, **TENSOR, **PIPELINE),) * 2 + (1,),

@@ -45,6 +45,7 @@ FAMILIES = {
     family: {"num_hidden_layers": 2} | ({"layer_types": [*kinds]} if kinds else {})
     for family, kinds in KINDS.items()
 }
+FAMILIES["phi3"]["hidden_size"] = 128  # heads of 32, which vLLM's kernels for CPUs take
 TOKENS = {"vocab_size": 98, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
 
 LAYOUTS = [
@@ -275,13 +276,14 @@ def assert_same(result, reference, layout):
 
 # ---- into vLLM
 
-PUSHES = {  # weights.lora, vLLM's tensor_parallel, layout
-    "merge": ("merge", 1, {"tensor_parallel": 2}),
-    "adapter": ("adapter", 2, {"pipeline_parallel": 2}),
-}
+PUSHES = [  # model, weights.lora, vLLM's tensor_parallel, layout
+    ("qwen3", "merge", 1, {"tensor_parallel": 2}),
+    ("qwen3", "adapter", 2, {"pipeline_parallel": 2}),
+    ("phi3", "adapter", 2, {"pipeline_parallel": 2}),  # one adapter of several projections
+]
 
 
-def push_on(topology, model, pushes):
+def push_on(topology, models, pushes):
     """Of each case: what was sent after two updates and after two more, and what was proven."""
     from rollout_checks import rollout_difference
 
@@ -291,8 +293,9 @@ def push_on(topology, model, pushes):
     from spmdrl.training.weight_sync import WeightSync
 
     found = []
-    for mode, tp, layout in pushes:
-        actor = engine_of(topology, {"m": model}, case("m", "policy", 2, **layout))
+    for name, mode, tp, layout in pushes:
+        model = models[name]
+        actor = engine_of(topology, models, case(name, "policy", 2, **layout))
         settings = RolloutConfig(kv_cache_mib=16, tensor_parallel=tp, dtype="float32")
         ranks = Topology.build(topology.device, dp=-1, tp=tp)
         beside = LORA if mode == "adapter" else None
@@ -313,10 +316,10 @@ def push_on(topology, model, pushes):
 
 @pytest.mark.vllm
 def test_vllm_is_given_the_adapter(models):
-    runs = run_ranks(2, push_on, models["qwen3"], list(PUSHES.values()), timeout_s=240)
+    runs = run_ranks(2, push_on, models, PUSHES, timeout_s=240)
     for rank in runs:
-        for mode, pushes in zip(PUSHES, rank, strict=True):
+        for (model, mode, *_), pushes in zip(PUSHES, rank, strict=True):
             for planned, moved, away, checked in pushes:
-                assert planned == moved and away < 1e-5 and checked, (mode, away)
+                assert planned == moved and away < 1e-5 and checked, (model, mode, away)
             (first, *_), (second, *_) = pushes
             assert mode == "merge" or second < first / 3

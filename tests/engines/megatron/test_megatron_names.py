@@ -202,7 +202,7 @@ def test_a_sharded_checkpoint_in_half_precision(one_rank, tmp_path, family):
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2"])
 def test_a_checkpoint_with_stacked_experts(one_rank, tmp_path, family):
     from spmdrl.engines.megatron.hf_mapping import load_pretrained
 

@@ -32,6 +32,7 @@ TOKENS = {"vocab_size": len(CHARS), "eos_token_id": 2, "bos_token_id": 1, "pad_t
 FIELDS = {
     "deepseek_v3": {"num_nextn_predict_layers": 2}, "glm4_moe": {"num_nextn_predict_layers": 1},
     "qwen3_5_text": {"mtp_num_hidden_layers": 1},
+    "glm4_moe_lite": {"num_nextn_predict_layers": 1},
 }  # fmt: skip
 Cases = list[tuple[str, dict[str, Any]]]  # families in layouts
 ALONE: Cases = [(family, {}) for family in FIELDS]
@@ -42,6 +43,7 @@ ON_TWO_RANKS: Cases = [
         {"pipeline_parallel": 2, "virtual_pipeline": 2, "activation_checkpointing": True},
     ),
     ("qwen3_5_text", {"tensor_parallel": 2, "activation_checkpointing": True}),
+    ("glm4_moe_lite", {"pipeline_parallel": 2}),
     ("glm4_moe", {"context_parallel": 2, "activation_checkpointing": True}),  # not saved
 ]
 
@@ -300,6 +302,13 @@ def test_what_cannot_be_trained_is_refused(models):
     Path(without, "model.safetensors").unlink()
     Path(without, INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(files, "gone")}))
     check_mtp("actor", role, str(without))  # by the index
+    tiny.make_config("exaone_moe").save_pretrained(models / "exaone")
+    unknown = json.loads((models / "exaone" / "config.json").read_text())
+    (models / "exaone" / "config.json").write_text(
+        json.dumps(unknown | {"num_nextn_predict_layers": 1})  # as K-EXAONE's says
+    )
+    with pytest.raises(ConfigError, match="of model type 'exaone_moe' are not mapped"):
+        check_mtp("actor", role, str(models / "exaone"))
     config = json.loads(Path(model, "config.json").read_text())
     Path(model, "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     try:
