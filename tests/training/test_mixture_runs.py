@@ -137,4 +137,4 @@ def test_a_dry_run_tries_a_function_that_chooses(folder):
     one = MIXTURE.replace(mixed, "SamplerConfig(function=lambda *given: [0])")
     Path(folder, "first.py").write_text(one)
     done = train(folder, 1, "--config", "first.py", "--dry-run", "--steps", "1")
-    assert done.code == 2 and "data.sampler.function returned 1 places" in done.output
+    assert done.code == 2 and "data.sampler.function returned 1 place," in done.output
