@@ -242,10 +242,15 @@ def show_environment(env: dict[str, str]) -> bool:
 def pids_of(launcher: int) -> list[int]:
     """The ranks' processes in rank order: the children of torchrun, which has no others, in the
     order of their start. Their numbers are no order: after the largest there is, small ones follow.
+    One that ends while it is looked at is left out.
     """
     lists = Path(f"/proc/{launcher}/task").glob("*/children")
-    children = [psutil.Process(int(pid)) for found in lists for pid in found.read_text().split()]
-    return [c.pid for c in children if c.status() != psutil.STATUS_ZOMBIE]
+    alive = []
+    for pid in [int(pid) for found in lists for pid in found.read_text().split()]:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                alive.append(pid)
+    return alive
 
 
 def finish(proc: BaseProcess, folder: Path, timeout_s: float) -> Done:
