@@ -268,6 +268,7 @@ def test_a_start_from_an_earlier_step_sets_later_samples_aside(tmp_path):
     ("PpoConfig(model='m', data=None, reward=f, former=1)", "does not fit this version of spmdrl"),
     ("SftConfig(model='m', data=None, out='o')", "is of SftConfig"),
     ("PpoConfig(model='m', data=None, reward=make.<locals>.f)", "line 1, names a function"),
+    ("PpoConfig(model='m', data=None", "line 1, is no Python: '\\(' was never closed"),
     ("PpoConfig(model='m', data=None, reward=f, algo=AlgoConfig(policy_loss=mine))", "by --config"),
 ])  # fmt: skip
 def test_a_config_that_cannot_be_replayed_is_told(tmp_path, config, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -71,10 +72,13 @@ def read_run_config(run_dir: Path, file: str = "") -> PpoConfig:
     except OSError as error:
         raise ConfigError(f"{run_dir} is no folder of a run: no {path}") from error
     except SyntaxError as error:
-        raise ConfigError(
-            f"{path}, line {error.lineno}, names a function that has no name in a file. Give such "
-            "functions a name at the top of the config file"
-        ) from error
+        why = f"is no Python: {error.msg}. The run wrote this file; it was changed since"
+        if re.search(r"<\w+[^>]*>", error.text or ""):  # as Python shows an object
+            why = (
+                "names a function that has no name in a file. Give such functions a name at the "
+                "top of the config file"
+            )
+        raise ConfigError(f"{path}, line {error.lineno}, {why}") from error
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{path} does not fit this version of spmdrl: {error}. Replay the step with the "

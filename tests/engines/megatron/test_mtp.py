@@ -129,7 +129,9 @@ def trained_case(
         assert all(torch.equal(again[n], named[n]) for n in named), family
         plain = dataclasses.replace(config, mtp_loss_scaling_factor=0.0)
         other = build_engine("policy", str(folder / family), plain, ranks)
-        with pytest.raises(ConfigError, match=r"layers? for multi-token prediction that (?:was|were) trained"):
+        with pytest.raises(
+            ConfigError, match=r"layers? for multi-token prediction that (?:was|were) trained"
+        ):
             other.load(folder / f"saved_{family}" / "actor")
     return metrics, named
 
