@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
-from torch._C._distributed_c10d import ErrorType
+from torch._C._distributed_c10d import ErrorType, _ProcessGroupWrapper
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -84,12 +84,16 @@ def process_groups() -> list[dist.ProcessGroup]:
 def nccl_errors() -> list[str]:
     """Returns in words which of this process's NCCL communicators have failed, and how (TIMEOUT,
     COMM_ERROR, REMOTE_ERROR); [] while all are well. Reads ProcessGroup._device_types and
-    _get_backend, and ProcessGroupNCCL.get_error, which torch's own watchdog of NCCL sets.
+    _get_backend, and ProcessGroupNCCL.get_error, which torch's own watchdog of NCCL sets. With
+    TORCH_DISTRIBUTED_DEBUG=DETAIL a _ProcessGroupWrapper of the same name, whose get_error raises,
+    stands before that: reads its wrapped_pg.
     """
     found = []
     for group in process_groups():
         for device in (kind for kind in group._device_types if kind.type == "cuda"):
             backend = group._get_backend(device)  # gloo, in a group without NCCL
+            if isinstance(backend, _ProcessGroupWrapper):
+                backend = backend.wrapped_pg
             error = backend.get_error() if backend.name() == "nccl" else ErrorType.SUCCESS
             if error != ErrorType.SUCCESS:
                 ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))

@@ -64,6 +64,25 @@ def test_torch_still_tells_the_errors_of_nccl(world: Any, monkeypatch: pytest.Mo
     assert torch_compat.nccl_errors() == ["COMM_ERROR in the group of ranks 4, 6"]
 
 
+def test_torch_still_says_what_it_wraps_to_find_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: the wrapper's error would look like that of a lost store."""
+    level, refused = dist.get_debug_level(), "does not support getError"
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        wrapper: Any = dist.new_group([0])._get_backend(torch.device("cpu"))
+    finally:
+        dist.set_debug_level(level)
+    with pytest.raises(RuntimeError, match=refused):
+        wrapper.get_error()
+    assert isinstance(wrapper.wrapped_pg, dist.ProcessGroupGloo)
+    group = group_of_nccl(torch_compat.ErrorType.SUCCESS)
+    before = Mock(spec=type(wrapper), wrapped_pg=group._get_backend(torch.device("cuda")))
+    before.name.return_value, before.get_error.side_effect = "nccl", RuntimeError(refused)
+    monkeypatch.setattr(group, "_get_backend", lambda device: before)
+    monkeypatch.setattr(torch_compat, "process_groups", lambda: [group])
+    assert torch_compat.nccl_errors() == []
+
+
 def group_of_nccl(error: Any) -> Any:
     """A stand-in for a group of "cpu:gloo,cuda:nccl"."""
     backends = {

@@ -39,8 +39,10 @@ from spmdrl.engines.fsdp.trial import (
     tiny_copy,
     try_packing,
 )
-from spmdrl.hub.hf_folder import keep_tower
+from spmdrl.hub.hf_folder import keep_tower, load_hf_config
 from spmdrl.hub.tiny_config import tiny_config
+from spmdrl.rollout.vllm import core
+from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.rollout.vllm.model_types import check_model_type
 from spmdrl.rollout.weight_check import (
     outputs_of,
@@ -97,6 +99,26 @@ def test_vllm_sees_images_where_their_tokens_look_back_alone(tmp_path: Path) -> 
     family = BY_KIND["gemma4 with images"]
     cell = table.try_cell(replace(family, fields={"vision_config": {}}), "vllm", tmp_path)
     assert cell["proven"]["max"] < 1e-4, cell
+
+
+@pytest.mark.vllm
+def test_logits_beside_a_tower_are_not_rounded_on_a_gpu(
+    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM builds this language model with a config of its own, inside that of the whole."""
+    model = str(save_tiny(BY_KIND["mistral3 with images"], tmp_path))
+    monkeypatch.setattr(core, "has_float32_logits", lambda *_: True)
+    images = proofs.images_of(model)
+    assert images is not None
+    settings = RolloutConfig(dtype="bfloat16", max_num_seqs=8, kv_cache_mib=proofs.KV_MIB)
+    limits = ImageLimits(images.vision, 2, 80, (32, 16))
+    engine = VllmEngine(model, settings, 256, topology, looks=limits)
+    hidden = torch.randn(3, load_hf_config(model).get_text_config().hidden_size)
+    try:
+        logits = engine.model.compute_logits(hidden.bfloat16())
+    finally:
+        engine.shutdown()
+    assert logits.dtype == torch.float32
 
 
 def exported(topology: Topology, model: str) -> int:

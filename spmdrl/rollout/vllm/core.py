@@ -142,8 +142,11 @@ def engine_args(
 
     in_floats = is_mxfp4(hf) and not load_weights  # as a push has them; from disk in MXFP4
     has_plain_head = not quantization_of(hf) or in_floats
-    head = FLOAT32_HEAD if has_plain_head and has_float32_logits(config, on_cpu, strict) else {}
+    asks_head = has_plain_head and has_float32_logits(config, on_cpu, strict)
+    head: dict[str, Any] = dict(FLOAT32_HEAD) if asks_head else {}
     overrides: Any = partial(config_of_engine, head) if by_itself or in_floats else head
+    if overrides and overrides is head and hasattr(whole_config(model), "text_config"):
+        head["text_config"] = dict(head)  # with it vLLM builds most language models beside a tower
     by_push = not load_weights and config.quantization != "fp8"
     blank = {"load_format": compat.blank_format()} if by_push else {}
     # None: vLLM measures what gpu_memory_utilization leaves beside weights and activations
