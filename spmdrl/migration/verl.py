@@ -267,15 +267,18 @@ def engine_args(s: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]] | None
     if batched in s:
         args["max_num_batched_tokens"] = s[batched]
         used.append(batched)
-    for setting_name in (name for name in s if name.startswith(own)):
+    for setting_name, value in ((n, v) for n, v in s.items() if n.startswith(own)):
         *groups, last = setting_name.removeprefix(own).split(".")
-        if [*groups, last][0] not in VLLM_ENGINE_ARGS:
+        if [*groups, last][0] not in VLLM_ENGINE_ARGS or value is None:
             continue
-        place = args
+        place: Any = args
         for group in groups:
             place = place.setdefault(group, {})
-        place[last] = s[setting_name]
-        used.append(setting_name)
+            if not isinstance(place, dict):  # a text, which is not read
+                break
+        else:
+            place[last] = value
+            used.append(setting_name)
     return (args, used) if args else None
 
 

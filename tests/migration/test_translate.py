@@ -788,6 +788,13 @@ def test_folders_settings_files_and_engine_arguments_of_a_script_of_verl(tmp_pat
     assert read.fields["rollout.engine_args"]["max_num_batched_tokens"] == 4096  # the script's
     settings.write_text(yaml.safe_dump(tree | {"defaults": ["theirs"]}))
     assert "--config-name=./settings/mine with theirs" in translated(file).notes
+    both = {
+        f"{own}compilation_config": "level 3", f"{own}compilation_config.cudagraph_mode": "FULL",
+        f"{own}block_size": None, "actor_rollout_ref.model.path": "m",
+    }  # fmt: skip
+    text = verl.translate(both)
+    assert text.fields["rollout.engine_args"] == {"compilation_config": "level 3"}
+    assert f"{own}compilation_config.cudagraph_mode=FULL" in text.notes
     settings.write_text("a: [")
     with pytest.raises(ConfigError, match=r"mine\.yaml, which .*run\.sh names, cannot be read"):
         translated(file)
