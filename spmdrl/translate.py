@@ -68,12 +68,7 @@ def with_recipe(flags: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
         return flags
     for recipe in (file.parent / name, Path(name)):
         if recipe.is_file():
-            try:
-                tree = yaml.safe_load(recipe.read_text())
-            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-                raise ConfigError(
-                    f"{recipe}, which {file} names, cannot be read: {error}"
-                ) from None
+            tree = named_yaml(recipe, file)
             if isinstance(tree, Mapping):
                 return numbers_of(tree) | dict(flags)
     why = f"{name} is not there to read, and its settings are left out: translate that file, too"
@@ -97,10 +92,7 @@ def with_config_file(overrides: Mapping[str, Any], file: Path) -> Mapping[str, A
     found = next((folder / written for folder in folders if (folder / written).is_file()), None)
     if found is None:
         return overrides
-    try:
-        tree = yaml.safe_load(found.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{found}, which {file} names, cannot be read: {error}") from None
+    tree = named_yaml(found, file)
     if not isinstance(tree, Mapping):
         return overrides
     others = verl.other_files(tree)
@@ -108,6 +100,14 @@ def with_config_file(overrides: Mapping[str, Any], file: Path) -> Mapping[str, A
     if others:
         rest["--config-name"] = f"{name} with {', '.join(others)}"
     return verl.settings_of_yaml(tree) | rest
+
+
+def named_yaml(path: Path, file: Path) -> Any:
+    """Returns what the YAML file at `path` holds, which the script `file` names."""
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}, which {file} names, cannot be read: {error}") from None
 
 
 def numbers_of(tree: Mapping[str, Any]) -> dict[str, Any]:

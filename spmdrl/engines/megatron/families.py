@@ -37,8 +37,8 @@ from spmdrl.engines.megatron.family_parts import (
     SANDWICH_NORMS,
     SHARED_EXPERT,
     SHARED_EXPERTS,
+    SIGMOID_ROUTER,
     SILU,
-    TYPED_EXPERTS,
     WINDOW,
     WINDOWS,
     Family,
@@ -131,7 +131,10 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     ),
     "glm4_moe_lite": Family(
         NORMS | LATENT_ATTENTION | MLP | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS,
-        SILU | LATENT | TYPED_EXPERTS | {"attention_bias": (False,), "rope_interleave": (True,)},
+        SILU | LATENT | SIGMOID_ROUTER | {
+            "n_routed_experts": ANY, "n_shared_experts": ANY, "mlp_layer_types": ANY,
+            "attention_bias": (False,), "rope_interleave": (True,),
+        },
         lambda hf: deepseek_experts(hf, of_types) | latent_attention(hf),
         deepseek_groups, latent=True, mtp=DEEPSEEK_MTP,
     ),
@@ -156,11 +159,8 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         LLAMA | QK_NORM | EXPERTS | SHARED_EXPERTS | {
             "mlp.router.expert_bias": Whole("mlp.e_score_correction_bias"),
         },
-        SILU | WINDOWS | {
-            name: values for name, values in TYPED_EXPERTS.items()
-            if name not in ("n_routed_experts", "n_shared_experts")
-        } | {
-            "head_dim": ANY, "num_experts": ANY, "num_shared_experts": ANY,
+        SILU | WINDOWS | SIGMOID_ROUTER | {
+            "head_dim": ANY, "num_experts": ANY, "num_shared_experts": ANY, "mlp_layer_types": ANY,
             "sliding_window_pattern": ANY, "first_k_dense_replace": ANY,
         },
         lambda hf: deepseek_experts(hf, of_types, "num_experts", "num_shared_experts")

@@ -239,14 +239,13 @@ LATENT: Fields = {
     "q_lora_rank": ANY, "kv_lora_rank": ANY, "qk_nope_head_dim": ANY, "qk_rope_head_dim": ANY,
     "v_head_dim": ANY,
 }  # fmt: skip
-DEEPSEEK_EXPERTS: Fields = {
-    "n_routed_experts": ANY, "num_experts_per_tok": ANY, "moe_intermediate_size": ANY,
-    "n_shared_experts": ANY, "first_k_dense_replace": ANY, "routed_scaling_factor": ANY,
+SIGMOID_ROUTER: Fields = {
+    "num_experts_per_tok": ANY, "moe_intermediate_size": ANY, "routed_scaling_factor": ANY,
     "n_group": ANY, "topk_group": ANY, "norm_topk_prob": (True,),
 }  # fmt: skip
-TYPED_EXPERTS: Fields = {"mlp_layer_types": ANY} | {
-    name: values for name, values in DEEPSEEK_EXPERTS.items() if name != "first_k_dense_replace"
-}
+DEEPSEEK_EXPERTS: Fields = SIGMOID_ROUTER | {
+    "n_routed_experts": ANY, "n_shared_experts": ANY, "first_k_dense_replace": ANY,
+}  # fmt: skip
 
 # ---- settings
 
@@ -268,6 +267,13 @@ def qwen_experts(hf: Any) -> Settings:
     return experts(hf, hf.num_experts, hf.moe_intermediate_size, sparse)
 
 
+BIASED_SIGMOIDS: Settings = {  # a router of sigmoids with a bias that pretraining balances
+    "moe_router_pre_softmax": False, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,  # pretraining's balance is not RL's to move
+}  # fmt: skip
+
+
 def behind_dense(hf: Any) -> list[bool]:
     """Returns for each layer whether it has experts: all have but the first."""
     return [n >= hf.first_k_dense_replace for n in range(hf.num_hidden_layers)]
@@ -287,10 +293,7 @@ def deepseek_experts(
     num, shared: the config's fields for how many experts there are of each.
     """
     groups = (hf.n_group, hf.topk_group) if hf.topk_group != hf.n_group else (None, None)
-    return experts(hf, getattr(hf, num), hf.moe_intermediate_size, sparse(hf)) | {
-        "moe_router_pre_softmax": False, "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,  # pretraining's balance is not RL's to move
+    return experts(hf, getattr(hf, num), hf.moe_intermediate_size, sparse(hf)) | BIASED_SIGMOIDS | {
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         "moe_router_num_groups": groups[0], "moe_router_group_topk": groups[1],
         "moe_shared_expert_intermediate_size":
@@ -300,10 +303,7 @@ def deepseek_experts(
 
 def minimax_experts(hf: Any) -> Settings:
     """A router of sigmoids with a bias that pretraining balances; all layers have experts."""
-    return experts(hf, hf.num_local_experts, hf.intermediate_size) | {
-        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-    }  # fmt: skip
+    return experts(hf, hf.num_local_experts, hf.intermediate_size) | BIASED_SIGMOIDS
 
 
 def deepseek_v2_experts(hf: Any) -> Settings:
